@@ -1,0 +1,1 @@
+"""Making model files: official release, GGUF and MLX folders."""

@@ -1,0 +1,1 @@
+"""Readers of model files: named tensors behind hard limits."""

@@ -1,0 +1,1 @@
+"""The model as mlx.nn modules, in the order in which data meets them."""
