@@ -267,7 +267,12 @@ class ModelConfig:
                 len(self.engram_num_embeddings) == len(self.engram_layer_ids),
                 "engram_num_embeddings needs one entry per Engram layer",
             )
-            for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
+            for name in (
+                "engram_vocab_size",
+                "engram_n_heads",
+                "engram_head_dim",
+                "engram_compressed_vocab_size",
+            ):
                 need(getattr(self, name) > 0, f"{name} is 0 although there are Engram layers")
             need(self.engram_max_ngram_size >= 2, "engram_max_ngram_size must be at least 2")
 

@@ -1,0 +1,118 @@
+"""Lightning indexer: which compressed entries each row attends to."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4
+from mlx_ds4.custom_kernels.index_score import index_scores
+from mlx_ds4.custom_kernels.rope import rope
+from mlx_ds4.custom_kernels.topk import top_k
+
+from .linear import Linear
+from .norm import RMSNorm
+from .step import Step
+
+# Scores held at a time: rows are taken in tiles, so memory does not grow with rows x context.
+_TILE_SCORES = 1 << 24
+
+
+class Indexer(nn.Module):
+    """Index queries and head weights; KV owners also derive the index keys.
+
+    Scores are float32. `bf16_scores = True` reproduces the roundings of the vendor's reference, for comparing
+    with it (architecture notes 7.3).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self._config = config
+        self._ratio = config.ratio(layer)
+        self._publishes = config.publishes_candidates(layer)
+        self._restricted = config.uses_candidates(layer)
+        self.bf16_scores = False
+        heads, width = config.index_n_heads, config.index_head_dim
+        self.wq_b = Linear(config.q_lora_rank, heads * width, trained=True)
+        self.weights_proj = Linear(config.hidden_size, heads)
+        if config.owns_kv(layer):
+            self.wk = Linear(config.head_dim, width)
+            self.k_norm = RMSNorm(width, config.rms_norm_eps)
+
+    def keys(self, latent: mx.array, step: Step) -> mx.array:
+        """Index keys of new entries from their latents [B, n, D]: bfloat16 [B, n, index width]."""
+        return fake_quant_fp4(rope(self.k_norm(self.wk(latent)), *step.group_rotation(self._ratio)))
+
+    def queries(self, x: mx.array, qr: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        """Index queries [B, L, heads, width] and head weights [B, L, heads], bfloat16."""
+        c = self._config
+        q = self.wq_b(qr).reshape(*qr.shape[:2], c.index_n_heads, c.index_head_dim)
+        q = fake_quant_fp4(rope(q, *step.rotation(self._ratio)))
+        scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+        return q, (self.weights_proj(x).astype(mx.float32) * scale).astype(mx.bfloat16)
+
+    def __call__(self, x: mx.array, qr: mx.array, keys: mx.array, step: Step) -> None:
+        """Publishes `step.selection` (and, in the candidate source, `step.candidates`)."""
+        c = self._config
+        total = keys.shape[1]
+        visible = step.visible(self._ratio)
+        restricted = self._restricted and step.candidates is not None
+        bounded = -(-total // c.candidate_block_size) > c.candidate_topk_blocks
+        if self._publishes and not bounded:
+            step.candidates = None  # few enough blocks: every one is a candidate
+        if total <= c.index_topk:
+            index = mx.arange(total, dtype=mx.int32)
+            rows = mx.where(index < visible[:, None], index, -1)
+            step.selection = mx.broadcast_to(rows, (x.shape[0], *rows.shape))
+            return
+        q, weights = self.queries(x, qr, step)
+        tile = max(1, _TILE_SCORES // (x.shape[0] * total))
+        selections, blocks = [], []
+        for start in range(0, step.length, tile):
+            rows = slice(start, start + tile)
+            candidates = step.candidates[:, rows] if restricted else None
+            scores = self.scores(q[:, rows], weights[:, rows], keys, visible[rows], candidates)
+            selections.append(top_k(scores, c.index_topk))
+            if self._publishes and bounded:
+                blocks.append(candidate_blocks(scores, visible[rows], c))
+            if start + tile < step.length:
+                mx.eval(selections[-1], blocks[-1:])
+        step.selection = mx.concatenate(selections, axis=1)
+        if blocks:
+            step.candidates = mx.concatenate(blocks, axis=1)
+
+    def scores(
+        self, q: mx.array, weights: mx.array, keys: mx.array, visible: mx.array, candidates: mx.array | None
+    ) -> mx.array:
+        """Masked scores float32 [B, L, S]: -inf where invisible or outside the candidate blocks."""
+        scores = index_scores(q, weights, keys, bf16=self.bf16_scores)
+        scores = mx.where(mx.arange(keys.shape[1]) < visible[:, None], scores, -mx.inf)
+        if candidates is not None:
+            mask = candidate_mask(candidates, keys.shape[1], self._config.candidate_block_size)
+            scores = mx.where(mask, scores, -mx.inf)
+        return scores
+
+
+def candidate_blocks(scores: mx.array, visible: mx.array, config: ModelConfig) -> mx.array:
+    """The best candidate blocks of each row, int32 [B, L, blocks], ascending, -1 = none.
+
+    scores [B, L, S] masked with -inf. A block counts by its best score, the newest visible block always stays, ties go to
+    the lower block (architecture notes 7.5).
+    """
+    size, keep = config.candidate_block_size, config.candidate_topk_blocks
+    B, L, S = scores.shape
+    scores = mx.pad(scores, [(0, 0), (0, 0), (0, -S % size)], constant_values=-mx.inf)
+    best = scores.reshape(B, L, -1, size).max(axis=-1)
+    newest = (visible[:, None] - 1) // size  # no entry visible: -1, no block
+    best = mx.where(mx.arange(best.shape[-1]) == newest, mx.inf, best)
+    return top_k(best, keep)
+
+
+def candidate_mask(blocks: mx.array, entries: int, size: int) -> mx.array:
+    """bool [B, L, entries]: which entries lie in the listed blocks [B, L, n]."""
+    count = -(-entries // size)
+    flags = mx.zeros((*blocks.shape[:2], count + 1), dtype=mx.bool_)
+    target = mx.where(blocks < 0, count, blocks)
+    flags = mx.put_along_axis(flags, target, mx.array(True), axis=-1)[..., :count]
+    return mx.repeat(flags, size, axis=-1)[..., :entries]

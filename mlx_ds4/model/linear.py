@@ -1,0 +1,121 @@
+"""Linear layers over dense or block-quantized weights, in the arithmetic of training.
+
+A weight is either a float array or a `BlockWeight`, a module that holds the planes of a block format, so that
+`model.parameters()`, printing and saving show what is stored. The product is float32 with one rounding of the
+result; where the weights are the trained FP8 or FP4 ones, the input is rounded to FP8 first, as in training
+(architecture notes 3.5). K-quants, IQ2_XXS, Q8_0 and float weights take plain inputs.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
+from mlx_ds4.formats import planes as block_planes
+
+
+class BlockWeight(nn.Module):
+    """Planes of one block-quantized weight [.., out, in]; see `formats/planes.py` for their shapes."""
+
+    def __init__(self, format: str, planes: dict[str, mx.array]):
+        super().__init__()
+        if format not in block_planes.FORMATS:
+            raise ValueError(f"unknown block format {format!r}, expected one of {block_planes.FORMATS}")
+        self._format = format
+        self._planes = tuple(planes)
+        for name, plane in planes.items():
+            setattr(self, name, plane)
+        self.freeze()
+
+    @property
+    def format(self) -> str:
+        return self._format
+
+    @property
+    def planes(self) -> dict[str, mx.array]:
+        return {name: self[name] for name in self._planes}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], block_planes.columns_of(self._format, self.planes))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def dequantize(self, index: mx.array | int | None = None) -> mx.array:
+        """The weight as float32; with `index` only those entries of the first axis (experts)."""
+        planes = self.planes
+        if index is not None:
+            planes = {name: plane[index] for name, plane in planes.items()}
+        return block_planes.dequantize(self._format, planes)
+
+    def _extra_repr(self) -> str:
+        return f"{self._format}, shape={self.shape}"
+
+
+def dense(weight: mx.array | BlockWeight, index: mx.array | int | None = None) -> mx.array:
+    """Any weight as float32 values, optionally some entries of its first axis."""
+    if isinstance(weight, BlockWeight):
+        return weight.dequantize(index)
+    return (weight if index is None else weight[index]).astype(mx.float32)
+
+
+class Linear(nn.Module):
+    """y = x W^T: x [.., in] -> [.., out].
+
+    `trained` marks the layers that training quantizes (their inputs are rounded where the weight format is a
+    trained one); `rounds_input` can be set to True or False to override the choice by format. float32 sum, one
+    rounding to `out_dtype`.
+    """
+
+    def __init__(self, in_dims: int, out_dims: int, *, trained: bool = False, out_dtype: mx.Dtype = mx.bfloat16):
+        super().__init__()
+        self.weight = mx.zeros((out_dims, in_dims), dtype=mx.bfloat16)
+        self._trained = trained
+        self._out_dtype = out_dtype
+        self._rounds_input: bool | None = None
+
+    @property
+    def rounds_input(self) -> bool:
+        return self._trained and rounds_input(self.weight, self._rounds_input)
+
+    @rounds_input.setter
+    def rounds_input(self, value: bool | None) -> None:
+        self._rounds_input = value
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.rounds_input:
+            x = fake_quant_fp8(x)
+        return (x.astype(mx.float32) @ dense(self.weight).T).astype(self._out_dtype)
+
+    def _extra_repr(self) -> str:
+        out_dims, in_dims = self.weight.shape
+        return f"in={in_dims}, out={out_dims}, rounds_input={self.rounds_input}"
+
+
+def rounds_input(weight: mx.array | BlockWeight, override: bool | None) -> bool:
+    """Whether a trained layer with this weight rounds its input to FP8."""
+    if override is not None:
+        return override
+    return isinstance(weight, BlockWeight) and weight.format in block_planes.TRAINED_FORMATS
+
+
+class GroupedLinear(nn.Module):
+    """Block-diagonal product: each of `groups` slices of x has its own matrix; the input is never rounded.
+
+    weight [groups * rank, in / groups], rows of a group together; x [.., in] -> bfloat16 [.., groups * rank].
+    """
+
+    def __init__(self, in_dims: int, rank: int, groups: int):
+        super().__init__()
+        self.weight = mx.zeros((groups * rank, in_dims // groups), dtype=mx.bfloat16)
+        self._groups = groups
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = dense(self.weight)
+        weight = weight.reshape(self._groups, -1, weight.shape[-1])  # [G, rank, in / G]
+        rows = x.astype(mx.float32).reshape(-1, self._groups, weight.shape[-1]).swapaxes(0, 1)
+        y = (rows @ weight.swapaxes(1, 2)).astype(mx.bfloat16)  # [G, rows, rank]
+        return y.swapaxes(0, 1).reshape(*x.shape[:-1], -1)

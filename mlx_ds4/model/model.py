@@ -1,0 +1,134 @@
+"""The whole text model: embedding, layers, head, and the Engram lookups of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from mlx_ds4.cache import Cache
+from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels.hyper_connection import collapse
+
+from .engram import EngramHash, RowSource
+from .layer import Layer
+from .linear import BlockWeight, Linear
+from .norm import RMSNorm
+from .step import Step
+
+# From this many new rows on, layers are evaluated one by one, so that only one layer's arrays live at a time.
+_EAGER_ROWS = 32
+
+
+class Embedding(nn.Module):
+    """Token rows, weight [vocab, C], dense or block-quantized; returns bfloat16."""
+
+    def __init__(self, vocab: int, dims: int):
+        super().__init__()
+        self.weight = mx.zeros((vocab, dims), dtype=mx.bfloat16)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        if isinstance(self.weight, BlockWeight):
+            return self.weight.dequantize(tokens).astype(mx.bfloat16)
+        return self.weight[tokens].astype(mx.bfloat16)
+
+
+class Model(nn.Module):
+    """DeepSeek V4.1 text model.
+
+    `model(tokens, cache)` computes float32 logits; `make_cache()` gives an empty cache; `layers` are plain
+    modules, and `trace()` returns every intermediate array of a pass by name. Parameter names are those of
+    the official checkpoint, except that routed experts are stacked.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [Layer(config, layer) for layer in range(config.num_hidden_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size, out_dtype=mx.float32)
+        self._token_map: np.ndarray | None = None
+        self._engram: dict[int, tuple[EngramHash, RowSource]] = {}
+
+    def set_engram(self, token_map: np.ndarray, hashes: Sequence[EngramHash], tables: Sequence[RowSource]) -> None:
+        """Gives the Engram layers (in order) their hashes and table readers; token_map int [vocab]."""
+        layers = self.config.engram_layer_ids
+        if not len(layers) == len(hashes) == len(tables):
+            raise ValueError(f"got {len(hashes)} hashes and {len(tables)} tables for {len(layers)} Engram layers")
+        self._token_map = np.asarray(token_map, dtype=np.int64)
+        self._engram = {layer: (h, table) for layer, h, table in zip(layers, hashes, tables, strict=True)}
+
+    def make_cache(self) -> Cache:
+        """An empty cache for one batch of sequences."""
+        return Cache(self.config)
+
+    def __call__(self, tokens: mx.array, cache: Cache | None = None, *, last_only: bool = False) -> mx.array:
+        """Logits float32 [B, L, vocab] of tokens [B, L] behind what the cache holds; the cache advances by L.
+
+        `last_only` computes the last row alone, [B, 1, vocab], as prefill needs it. Without a cache the sequence starts
+        here. Any split of a sequence into calls gives the same logits. Raises ValueError for ids outside the
+        vocabulary, an empty batch, or a sequence beyond `max_position_embeddings`.
+        """
+        return self.forward(tokens, cache, last_only=last_only)[0]
+
+    def trace(self, tokens: mx.array, cache: Cache | None = None) -> dict[str, mx.array]:
+        """Every noted intermediate array of one pass: `L3.attn.q`, `L3.h_out`, .., and `logits`."""
+        trace: dict[str, mx.array] = {}
+        trace["logits"] = self.forward(tokens, cache, trace=trace)[0]
+        return trace
+
+    def forward(
+        self,
+        tokens: mx.array,
+        cache: Cache | None = None,
+        *,
+        last_only: bool = False,
+        trace: dict[str, mx.array] | None = None,
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each target layer."""
+        cache = self.make_cache() if cache is None else cache
+        ids = self._checked(tokens, cache)
+        mapped = None if self._token_map is None else self._token_map[ids]
+        step = Step(self.config, cache.offset, ids.shape[1], trace)
+        records = self._fetch(mapped, cache)
+        h = self.embed(tokens)[:, :, None]
+        h = mx.broadcast_to(h, (*h.shape[:2], self.config.hc_mult, h.shape[3]))
+        pre = mx.broadcast_to(mx.array([1.0] + [0.0] * (self.config.hc_mult - 1)), h.shape[:3])
+        for index, layer in enumerate(self.layers):
+            step.layer = index
+            h, pre = layer(h, pre, step, cache[index], records.get(index))
+            if step.length >= _EAGER_ROWS:
+                mx.eval(h, pre, cache[index].state)
+        cache.advance(step.length, mapped)
+        if last_only:
+            h, pre = h[:, -1:], pre[:, -1:]
+        return self.head(self.norm(collapse(h, pre))), step.taps
+
+    def _checked(self, tokens: mx.array, cache: Cache) -> np.ndarray:
+        if tokens.ndim != 2 or tokens.size == 0:
+            raise ValueError(f"tokens have shape {tokens.shape}, expected [batch, length] with at least one token")
+        ids = np.array(tokens).astype(np.int64)
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
+            raise ValueError(f"token id {bad} is outside the vocabulary, expected 0 to {self.config.vocab_size - 1}")
+        if cache.offset + ids.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{cache.offset + ids.shape[1]} tokens exceed the model's context of "
+                f"{self.config.max_position_embeddings}: shorten the prompt or start a new cache"
+            )
+        if self.config.engram_layer_ids and self._token_map is None:
+            raise ValueError("the Engram tables are not attached: load the model with load(), or call set_engram()")
+        return ids
+
+    def _fetch(self, mapped: np.ndarray | None, cache: Cache) -> dict[int, mx.array]:
+        """The table records of this step for every Engram layer: uint8 [B, L, columns, D + D/32]."""
+        if mapped is None:
+            return {}
+        ids = mapped if cache.history is None else np.concatenate([cache.history, mapped], axis=1)
+        out = {}
+        for layer, (hashing, table) in self._engram.items():
+            out[layer] = mx.array(table.rows(hashing.row_numbers(ids, mapped.shape[1])))
+        return out
