@@ -14,6 +14,9 @@ from mlx_ds4.custom_kernels.router import route
 from .linear import Linear, dense, rounds_input
 from .step import Step
 
+# Up to this many (row, expert) pairs their matrices are dequantized together, without asking the host.
+_GATHERED_PAIRS = 8
+
 
 class Gate(nn.Module):
     """Router logits and the selection bias (text rows; the image bias of the release is not used)."""
@@ -64,10 +67,9 @@ class Experts(nn.Module):
 
     def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
         """x [N, C], chosen int32 [N, K] ascending, weights float32 [N, K] -> float32 [N, C]."""
-        if x.shape[0] == 1:
-            K = chosen.shape[1]
-            rows = mx.broadcast_to(x[:, None], (K, 1, x.shape[1]))
-            y = self._expert(rows, chosen[0], weights[0][:, None, None])[None, :, 0]
+        if chosen.size <= _GATHERED_PAIRS:
+            rows = mx.repeat(x, chosen.shape[1], axis=0)[:, None]
+            y = self._expert(rows, chosen.reshape(-1), weights.reshape(-1, 1, 1)).reshape(*chosen.shape, -1)
         else:
             y = self._by_expert(x, chosen, weights)
         total = y[:, 0].astype(mx.float32)

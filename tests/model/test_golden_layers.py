@@ -77,7 +77,12 @@ def replays(nano, nano_k):
     return {"nano": Replay(nano, "nano"), "nano_k": Replay(nano_k, "nano_k")}
 
 
-CASES = [(which, phase, layer) for which, count in (("nano", 10), ("nano_k", 2)) for phase in PHASES for layer in range(count)]
+CASES = [
+    (which, phase, layer)
+    for which, count in (("nano", 10), ("nano_k", 2))
+    for phase in PHASES
+    for layer in range(count)
+]
 
 
 @pytest.mark.parametrize(("which", "phase", "layer"), CASES)
@@ -120,7 +125,7 @@ def test_layer_with_golden_inputs(replays, which, phase, layer):
     assert {"h_out", "attn.y", "ffn.y"} <= compared
 
 
-@pytest.mark.parametrize(("which", "phase", "layer"), [c for c in CASES])
+@pytest.mark.parametrize(("which", "phase", "layer"), list(CASES))
 def test_selection_and_candidates(replays, which, phase, layer):
     """Top-k lists exactly; scores and candidate masks where the reference publishes them."""
     replay = replays[which]
@@ -139,8 +144,10 @@ def test_selection_and_candidates(replays, which, phase, layer):
         entries = mask.shape[-1]
         start, length = replay.lengths[phase]
         visible = (np.arange(start, start + length) + 1)[:, None] > np.arange(entries)
-        ours = np.ones(mask.shape, bool) if blocks is None else np.array(
-            candidate_mask(blocks, entries, config.candidate_block_size)[0]
+        ours = (
+            np.ones(mask.shape, bool)
+            if blocks is None
+            else np.array(candidate_mask(blocks, entries, config.candidate_block_size)[0])
         )
         np.testing.assert_array_equal(ours & visible, np.array(mask).astype(bool) & visible)
 
@@ -199,7 +206,7 @@ def test_engram_with_golden_residual(nano, phase):
     data = golden("nano", "layers")
     for layer in nano.config.engram_layer_ids:
         before = data[f"{phase}.L{layer - 1}.h_out"]
-        hashing, table = nano._engram[layer]
+        _hashing, table = nano._engram[layer]
         rows = np.array(data[f"{phase}.L{layer}.engram.rows"])
         step = Step(nano.config, 0, before.shape[0], trace := {})
         step.layer = layer

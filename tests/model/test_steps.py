@@ -1,0 +1,173 @@
+"""The boring equalities: chunked = whole, row by row = together, trimmed = untouched, batched = alone."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_ds4.cache import REWIND, GrowingRows
+from tests.golden_tools import golden, manifest
+
+
+@pytest.fixture(scope="module")
+def sequence():
+    return manifest("nano")["sequences"]["A"][:31]
+
+
+def run(model, tokens, sizes, cache=None):
+    """Logits of `tokens` fed in chunks of the given sizes (the last size repeats)."""
+    cache = cache or model.make_cache()
+    parts, start = [], 0
+    for index in range(len(tokens)):
+        size = sizes[min(index, len(sizes) - 1)]
+        if start >= len(tokens):
+            break
+        parts.append(model(mx.array([tokens[start : start + size]]), cache)[0])
+        start += size
+    return mx.concatenate(parts), cache
+
+
+def snapshot(cache):
+    """Everything that later steps can see, as arrays."""
+    window = cache.config.sliding_window - 1
+    out = {"history": cache.history[:, -(cache.config.engram_max_ngram_size - 1) :]}
+    for index, layer in enumerate(cache):
+        out[f"{index}.window"] = np.array(layer.window[:, -window:].astype(mx.float32))
+        if layer.compressed is not None and layer.compressed.length:
+            out[f"{index}.compressed"] = np.array(layer.compressed.rows.astype(mx.float32))
+            out[f"{index}.keys"] = np.array(layer.index_keys.rows.astype(mx.float32))
+        if layer.recent is not None and cache.offset % 2:
+            out[f"{index}.open"] = np.concatenate([np.array(part[:, -1]) for part in layer.recent])
+    return out
+
+
+def assert_same_state(a, b):
+    assert a.offset == b.offset
+    one, two = snapshot(a), snapshot(b)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, two[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole(nano, sequence):
+    return run(nano, sequence, [len(sequence)])
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [9, 1, 1, 2], [30, 1]])
+def test_any_chunks_give_the_same_bits(nano, sequence, whole, sizes):
+    logits, cache = run(nano, sequence, sizes)
+    np.testing.assert_array_equal(np.array(logits), np.array(whole[0]))
+    assert_same_state(cache, whole[1])
+
+
+@pytest.mark.parametrize("start", [5, 6, 21])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_trim_leaves_no_trace(nano, sequence, start, rows):
+    """Six rows of another text, taken back, then the true continuation: the bits of never having drafted."""
+    _, plain = run(nano, sequence[:start], [start])
+    drafted = plain.copy()
+    wrong = [(token + 7) % nano.config.vocab_size for token in sequence[start : start + rows]]
+    run(nano, wrong, [rows], drafted)
+    assert drafted.trim(rows) == rows
+    assert_same_state(drafted, plain)
+    rest = sequence[start : start + 3]
+    np.testing.assert_array_equal(*(np.array(run(nano, rest, [2, 1], c)[0]) for c in (drafted, plain)))
+
+
+def test_partial_acceptance(nano, sequence):
+    """Verify six rows, keep three: state and continuation equal those of three rows alone."""
+    _, kept = run(nano, sequence[:20], [20])
+    verified = kept.copy()
+    run(nano, sequence[20:23], [1], kept)
+    run(nano, [*sequence[20:23], 9, 8, 7], [6], verified)
+    verified.trim(3)
+    assert_same_state(verified, kept)
+
+
+def test_trim_refuses_what_it_cannot_take_back(nano, sequence):
+    _, cache = run(nano, sequence[:20], [20])
+    assert cache.rewindable == REWIND
+    with pytest.raises(ValueError, match="take back 9 of 20"):
+        cache.trim(REWIND + 1)
+    cache.trim(REWIND)
+    assert not cache.is_trimmable()
+    with pytest.raises(ValueError, match="expected 0 to 0"):
+        cache.trim(1)
+
+
+def test_batched_sequences_equal_single_ones(nano):
+    a, b = (manifest("nano")["sequences"][name][:24] for name in "AB")
+    alone = [run(nano, tokens, [21, 1])[0] for tokens in (a, b)]
+    cache = nano.make_cache()
+    both = [nano(mx.array([a[:21], b[:21]]), cache)]
+    both += [nano(mx.array([[x], [y]]), cache) for x, y in zip(a[21:], b[21:], strict=True)]
+    together = mx.concatenate(both, axis=1)
+    for row, want in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(np.array(row), np.array(want))
+
+
+def test_last_only_is_the_last_row(nano, sequence, whole):
+    got = nano(mx.array([sequence]), last_only=True)
+    assert got.shape == (1, 1, nano.config.vocab_size)
+    np.testing.assert_array_equal(np.array(got[0, 0]), np.array(whole[0][-1]))
+
+
+def test_tiles_change_nothing(nano, sequence, whole, monkeypatch):
+    """Small tiles of rows and keys (the bound on memory) give the same bits."""
+    from mlx_ds4.custom_kernels import index_score, sparse_attention
+    from mlx_ds4.model import indexer
+
+    monkeypatch.setattr(sparse_attention, "_ROWS", 5)
+    monkeypatch.setattr(indexer, "_TILE_SCORES", 200)
+    monkeypatch.setattr(index_score, "_TILE_ELEMENTS", 64)
+    np.testing.assert_array_equal(np.array(run(nano, sequence, [len(sequence)])[0]), np.array(whole[0]))
+
+
+def test_wrong_tokens_are_refused(nano):
+    for tokens, message in (
+        (mx.array([[0, 512]]), "token id 512 is outside"),
+        (mx.array([[-1]]), "token id -1"),
+        (mx.array([1, 2]), "expected \\[batch, length\\]"),
+        (mx.zeros((1, 0), dtype=mx.int32), "at least one token"),
+        (mx.zeros((1, 4097), dtype=mx.int32), "4097 tokens exceed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nano(tokens)
+
+
+def test_a_refused_step_leaves_the_cache_alone(nano, sequence):
+    _, cache = run(nano, sequence[:5], [5])
+    before = snapshot(cache)
+    with pytest.raises(ValueError):
+        nano(mx.array([[600]]), cache)
+    assert cache.offset == 5
+    for name, value in snapshot(cache).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_a_copy_is_independent(nano, sequence):
+    _, cache = run(nano, sequence[:24], [24])
+    twin, before = cache.copy(), snapshot(cache)
+    run(nano, sequence[24:30], [3], twin)
+    assert twin.offset == 30 and cache.offset == 24
+    for name, value in snapshot(cache).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_growing_rows_keep_their_content():
+    rows = GrowingRows()
+    pieces = [mx.random.normal((2, n, 8)) for n in (1, 255, 3, 300, 8000, 5)]
+    for piece in pieces:
+        rows.append(piece)
+    assert rows.length == sum(p.shape[1] for p in pieces)
+    np.testing.assert_array_equal(np.array(rows.rows), np.array(mx.concatenate(pieces, axis=1)))
+
+
+def test_trace_names_every_layer(nano):
+    trace = nano.trace(golden("nano", "e2e")["A5.ids"][None])
+    assert trace["logits"].shape == (1, 5, nano.config.vocab_size)
+    for layer in range(nano.config.num_hidden_layers):
+        assert trace[f"L{layer}.h_out"].shape == (1, 5, nano.config.hc_mult, nano.config.hidden_size)
+        assert f"L{layer}.attn.q" in trace and f"L{layer}.ffn.experts" in trace
