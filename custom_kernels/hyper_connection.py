@@ -10,11 +10,170 @@
 
 Everything is float32 inside; collapse and expand round once to bfloat16 (architecture notes 4.2, 4.3). A site's `pre`
 is consumed by the next site, `post` and `comb` by its own.
+
+Kernels: within tolerance. The mix takes two launches, the others one. Bytes of a mix: fn once for eight rows, h once.
 """
 
 from __future__ import annotations
 
+import functools
+from math import prod
+
 import mlx.core as mx
+import numpy as np
+
+from ._case import Case
+from ._kernel import Kernel, enabled
+from .rms_norm import rms_norm_ref, simdgroups_for
+
+# A row's sum over M C products is cut into this many parts, whatever the number of rows: enough threadgroups
+# for one row of decoding, and the same order of additions for every batch.
+_PARTS = 32
+_SLOTS = 4  # outputs that one simdgroup sums at a time
+_TILE = 8  # rows that share one reading of fn
+
+_DOTS_SOURCE = """
+    // Threadgroup (part, tile) sums one part of K for R rows of h [N, K] and all O rows of fn [O, K]. Each simdgroup
+    // owns SLOTS outputs; output O is the sum of squares. Lane l takes every 32nd product, from l on.
+    uint lane = thread_index_in_simdgroup;
+    uint part = threadgroup_position_in_grid.x;
+    uint row0 = threadgroup_position_in_grid.y * uint(R);
+    uint rows = uint(h_shape[0]);
+    uint output0 = simdgroup_index_in_threadgroup * uint(SLOTS);
+    float sums[R * SLOTS];
+    for (int i = 0; i < R * SLOTS; i++) sums[i] = 0.0f;
+    uint end = metal::min(uint(K), (part + 1u) * uint(CHUNK));
+    for (uint k = part * uint(CHUNK) + lane; k < end; k += 32u) {
+        float w[SLOTS];
+        for (uint o = 0; o < uint(SLOTS); o++)
+            w[o] = output0 + o < uint(O) ? float(fn[(output0 + o) * uint(K) + k]) : 0.0f;
+        for (uint r = 0; r < uint(R); r++) {
+            float v = row0 + r < rows ? float(h[ulong(row0 + r) * ulong(K) + ulong(k)]) : 0.0f;
+            for (uint o = 0; o < uint(SLOTS); o++) {
+                float other = output0 + o == uint(O) ? v : w[o];
+                sums[r * uint(SLOTS) + o] = metal::fma(v, other, sums[r * uint(SLOTS) + o]);
+            }
+        }
+    }
+    for (uint r = 0; r < uint(R); r++) {
+        for (uint o = 0; o < uint(SLOTS); o++) {
+            float total = simd_sum(sums[r * uint(SLOTS) + o]);
+            if (lane == 0 && row0 + r < rows && output0 + o <= uint(O))
+                dots[(ulong(row0 + r) * ulong(PARTS) + ulong(part)) * ulong(O + 1) + ulong(output0 + o)] = total;
+        }
+    }
+"""
+
+_SPLIT_SOURCE = """
+    // One simdgroup owns one row. Lanes below M M own comb[j, k] at j M + k; the next M own pre, the next M post.
+    uint lane = thread_index_in_simdgroup;
+    uint row = threadgroup_position_in_grid.x;
+    uint first = row * uint(PARTS) * uint(O + 1);
+    uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
+    float m = 0.0f;
+    float squares = 0.0f;
+    for (uint part = 0; part < uint(PARTS); part++) {
+        if (lane < uint(O)) m += dots[first + part * uint(O + 1) + o];
+        squares += dots[first + part * uint(O + 1) + uint(O)];
+    }
+    m *= metal::precise::rsqrt(squares / float(K) + eps[1]);
+    if (lane < uint(O)) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
+
+    // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.
+    float top = m;
+    for (uint step = 1; step < uint(M); step <<= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(step)));
+    float g = metal::precise::exp(m - top);
+    float sum = g;
+    for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+    g = g / sum + eps[0];
+    for (int i = 0; i < ITERS; i++) {
+        if (i > 0) {
+            sum = g;
+            for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+            g = g / (sum + eps[0]);
+        }
+        sum = g;
+        for (uint step = M; step < uint(M * M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+        g = g / (sum + eps[0]);
+    }
+    float gate = 1.0f / (1.0f + metal::precise::exp(-m));
+    if (lane < uint(M * M)) comb[row * uint(M * M) + lane] = g;
+    else if (o < uint(M)) pre[row * uint(M) + o] = gate + eps[0];
+    else if (o < uint(2 * M)) post[row * uint(M) + o - uint(M)] = 2.0f * gate;
+"""
+
+_COLLAPSE_SOURCE = """
+    // A thread owns one channel of one row.
+    uint i = thread_position_in_grid.x;
+    uint row = i / uint(C);
+    if (row < uint(h_shape[0])) {
+        ulong at = ulong(row) * ulong(M * C) + ulong(i % uint(C));
+        float sum = pre[row * uint(M)] * float(h[at]);
+        for (uint j = 1; j < uint(M); j++)
+            sum = metal::fma(pre[row * uint(M) + j], float(h[at + ulong(j) * ulong(C)]), sum);
+        x[i] = bfloat16_t(sum);
+    }
+"""
+
+_COLLAPSE_NORM_SOURCE = """
+    // A threadgroup of SG simdgroups owns one row; thread t owns the channels t, t + 32 SG, ... and works a channel
+    // out twice, as reading M streams again from cache is cheaper than keeping them.
+    threadgroup float part[SG];
+    uint t = thread_position_in_threadgroup.x;
+    uint lane = thread_index_in_simdgroup;
+    uint simdgroup = simdgroup_index_in_threadgroup;
+    uint row = threadgroup_position_in_grid.x;
+    float weights[M];
+    for (uint j = 0; j < uint(M); j++) weights[j] = pre[row * uint(M) + j];
+    float squares = 0.0f;
+    float scale = 0.0f;
+    for (int pass = 0; pass < 2; pass++) {
+        for (uint c = t; c < uint(C); c += 32u * uint(SG)) {
+            ulong at = ulong(row) * ulong(M * C) + ulong(c);
+            float sum = weights[0] * float(h[at]);
+            for (uint j = 1; j < uint(M); j++) sum = metal::fma(weights[j], float(h[at + ulong(j) * ulong(C)]), sum);
+            float v = float(bfloat16_t(sum));
+            if (pass == 0) squares += v * v;
+            else x[ulong(row) * ulong(C) + ulong(c)] = bfloat16_t(float(weight[c]) * (v * scale));
+        }
+        if (pass == 0) {
+            squares = simd_sum(squares);
+            if (lane == 0) part[simdgroup] = squares;
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
+            scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
+        }
+    }
+"""
+
+_EXPAND_SOURCE = """
+    // A thread owns one channel of one row, in all M streams.
+    uint i = thread_position_in_grid.x;
+    uint row = i / uint(C);
+    if (row < uint(y_shape[0])) {
+        ulong at = ulong(row) * ulong(M * C) + ulong(i % uint(C));
+        float added = float(y[i]);
+        float streams[M];
+        for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
+        for (uint k = 0; k < uint(M); k++) {
+            float sum = comb[row * uint(M * M) + k] * streams[0];
+            for (uint j = 1; j < uint(M); j++)
+                sum = metal::fma(comb[row * uint(M * M) + j * uint(M) + k], streams[j], sum);
+            expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(post[row * uint(M) + k], added, sum));
+        }
+    }
+"""
+
+_kernel = functools.partial(Kernel, exact=False, family="hyper_connection")
+_dots_kernel = _kernel("hyper_connection_dots", ["h", "fn"], ["dots"], _DOTS_SOURCE)
+_split_kernel = _kernel(
+    "hyper_connection_split", ["dots", "base", "scale", "eps"], ["pre", "post", "comb"], _SPLIT_SOURCE
+)
+_collapse_kernel = _kernel("hyper_connection_collapse", ["h", "pre"], ["x"], _COLLAPSE_SOURCE)
+_collapse_norm_kernel = _kernel(
+    "hyper_connection_collapse_norm", ["h", "pre", "weight", "eps"], ["x"], _COLLAPSE_NORM_SOURCE
+)
+_expand_kernel = _kernel("hyper_connection_expand", ["y", "h", "post", "comb"], ["expanded"], _EXPAND_SOURCE)
 
 
 def mix(
@@ -25,17 +184,90 @@ def mix(
     fn float [M (M + 2), M C] (column = stream * C + channel), base [M (M + 2)], scale [3]. `iters` counts the
     Sinkhorn column passes. Returns float32 pre [.., M], post [.., M], comb [.., M source, M destination].
     """
-    return mix_ref(h, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
+    *leading, M, C = h.shape
+    if M not in (1, 2, 4) or not _use_kernel(h):  # the split kernel walks over powers of two within 32 lanes
+        return mix_ref(h, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
+    N, K, O = prod(leading), M * C, M * (M + 2)
+    tile = 1 if N == 1 else _TILE
+    threads = 32 * -(-(O + 1) // _SLOTS)
+    dots = _dots_kernel(
+        inputs=[h.reshape(N, K), fn],
+        template=[
+            *[("R", tile), ("K", K), ("O", O), ("PARTS", _PARTS), ("SLOTS", _SLOTS)],
+            ("CHUNK", -(-K // (32 * _PARTS)) * 32),
+        ],
+        grid=(_PARTS * threads, -(-N // tile), 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(N, _PARTS, O + 1)],
+        output_dtypes=[mx.float32],
+    )[0]
+    pre, post, comb = _split_kernel(
+        inputs=[dots, base, scale, _floats(eps, norm_eps)],
+        template=[("M", M), ("O", O), ("K", K), ("PARTS", _PARTS), ("ITERS", iters)],
+        grid=(N * 32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(*leading, M), (*leading, M), (*leading, M, M)],
+        output_dtypes=[mx.float32] * 3,
+    )
+    return pre, post, comb
 
 
 def collapse(h: mx.array, pre: mx.array) -> mx.array:
     """sum_j pre_j h_j: h [.., M, C], pre float32 [.., M] -> bfloat16 [.., C]."""
-    return collapse_ref(h, pre)
+    if not _use_kernel(h):
+        return collapse_ref(h, pre)
+    *leading, M, C = h.shape
+    return _collapse_kernel(
+        inputs=[h.reshape(-1, M, C), pre],
+        template=[("M", M), ("C", C)],
+        grid=(-(-prod(leading) * C // 256) * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(*leading, C)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def collapse_norm(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`rms_norm(collapse(h, pre), weight, eps)` in one launch: h [.., M, C], weight [C] -> bfloat16 [.., C].
+
+    The collapsed value is rounded to bfloat16 before the norm, as it is between the two.
+    """
+    if not _use_kernel(h):
+        return collapse_norm_ref(h, pre, weight, eps)
+    *leading, M, C = h.shape
+    threads = 32 * simdgroups_for(C)
+    return _collapse_norm_kernel(
+        inputs=[h, pre, weight, _floats(eps)],
+        template=[("M", M), ("C", C), ("SG", threads // 32)],
+        grid=(prod(leading) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*leading, C)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
 
 
 def expand(y: mx.array, h: mx.array, post: mx.array, comb: mx.array) -> mx.array:
     """post_k y + sum_j comb[j, k] h_j: y [.., C], h [.., M, C] -> bfloat16 [.., M, C]."""
-    return expand_ref(y, h, post, comb)
+    if not _use_kernel(h):
+        return expand_ref(y, h, post, comb)
+    M, C = h.shape[-2:]
+    return _expand_kernel(
+        inputs=[y.reshape(-1, C), h, post, comb],
+        template=[("M", M), ("C", C)],
+        grid=(-(-y.size // 256) * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[h.shape],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def _use_kernel(h: mx.array) -> bool:
+    return h.size > 0 and enabled("hyper_connection")
+
+
+@functools.lru_cache(maxsize=8)
+def _floats(*values: float) -> mx.array:
+    return mx.array(values, dtype=mx.float32)
 
 
 def mix_ref(
@@ -72,3 +304,61 @@ def collapse_ref(h: mx.array, pre: mx.array) -> mx.array:
 def expand_ref(y: mx.array, h: mx.array, post: mx.array, comb: mx.array) -> mx.array:
     mixed = (comb[..., None] * h.astype(mx.float32)[..., None, :]).sum(axis=-3)
     return (post[..., None] * y.astype(mx.float32)[..., None, :] + mixed).astype(mx.bfloat16)
+
+
+def collapse_norm_ref(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> mx.array:
+    return rms_norm_ref(collapse_ref(h, pre), weight, eps)
+
+
+def cases() -> list[Case]:
+    def arrays(rng: np.random.Generator, N: int, M: int, C: int) -> dict[str, mx.array]:
+        O = M * (M + 2)
+        normal = {
+            "h": (N, M, C),
+            "y": (N, C),
+            "fn": (O, M * C),
+            "base": (O,),
+            "scale": (3,),
+            "pre": (N, M),
+            "post": (N, M),
+            "comb": (N, M, M),
+            "weight": (C,),
+        }
+        made = {name: mx.array(rng.standard_normal(shape, dtype=np.float32)) for name, shape in normal.items()}
+        made["fn"] = made["fn"] * (2.0 / (M * C) ** 0.5)
+        return made | {name: made[name].astype(mx.bfloat16) for name in ("h", "y", "weight")}
+
+    steps = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
+    ops = {
+        "mix": (mix, mix_ref, ("h", "fn", "base", "scale"), steps),
+        "collapse": (collapse, collapse_ref, ("h", "pre"), {}),
+        "collapse_norm": (collapse_norm, collapse_norm_ref, ("h", "pre", "weight"), {"eps": 1e-20}),
+        "expand": (expand, expand_ref, ("y", "h", "post", "comb"), {}),
+    }
+
+    def case(name: str, N: int, M: int, C: int, large: bool = False) -> Case:
+        op, reference, names, options = ops[name]
+
+        def inputs(rng: np.random.Generator) -> list[mx.array]:
+            made = arrays(rng, N, M, C)
+            return [made[n] for n in names]
+
+        moved = {"mix": 2 * N * M * C + 4 * M * M * (M + 2) * C, "expand": 2 * N * C * (2 * M + 1)}
+        return Case(
+            f"hyper_connection/{name}_{N}x{M}x{C}",
+            functools.partial(op, **options),
+            functools.partial(reference, **options),
+            inputs,
+            tolerance=1e-5 if name == "mix" else 2e-6,
+            bytes=moved.get(name, 2 * N * C * (M + 1)),
+            large=large,
+        )
+
+    return [
+        *[case(name, 3, 4, 129) for name in ops],
+        *[case(name, 1, 4, 40) for name in ops],
+        case("mix", 10, 2, 33),
+        case("expand", 2, 3, 5),
+        *[case(name, 1, 4, 5120, large=True) for name in ops],
+        *[case(name, 512, 4, 5120, large=True) for name in ops],
+    ]

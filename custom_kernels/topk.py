@@ -1,31 +1,304 @@
 """Exact top-k with one tie rule: higher score first, then the lower index.
 
-Used for compressed entries, candidate blocks and experts, so that every selection is deterministic on
-every device (architecture notes 7.4, 8.1).
+Chooses compressed entries, candidate blocks and experts, so that every selection is the same on every device and in
+every order of threads (architecture notes 7.4, 7.5, 8.1). NaN and -inf are never chosen, +inf is, 0.0 equals -0.0.
+
+Kernel: exact. A threadgroup keeps up to 16,384 scores in registers as unsigned keys that sort like the scores, finds
+the key of the k-th one by three counting passes over its digits (11, 11 and 10 bits), and writes the indices above it,
+and as many equal to it as there is room for, in ascending order: positions come from ballots and prefix sums, never
+from the order in which threads arrive. A longer row is cut into chunks of that size; the chunks' winners, chunk after
+chunk, are again an ascending list, from which the same kernel chooses.
+
+Launches: 1 up to 16,384 scores; 2 up to 32 chunks of winners of k = 512 (524,288 scores) or 8 of k = 2,048 (131,072);
+3 up to 2^20. Bytes: the scores once, 4 k a chunk between launches.
 """
 
 from __future__ import annotations
 
+import functools
+from math import prod
+
 import mlx.core as mx
+import numpy as np
+
+from ._case import Case
+from ._kernel import Kernel, enabled
+
+_MOST = 2048  # the largest k of the kernel: what a chunk keeps must be far below its size
+_CHUNK = 1 << 14  # scores of a threadgroup
+# Simdgroups of a threadgroup and keys of a thread, by the scores that they hold; three instances cover all rows.
+_SHAPES = ((1024, 4, 8), (4096, 16, 8), (_CHUNK, 16, 32))
+
+_TOPK_HEADER = """
+// Sorts as unsigned integers like the scores; 0 stands for what is never chosen, and 0.0 and -0.0 are one key.
+inline uint topk_key(uint bits) {
+    uint size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u || bits == 0xff800000u) return 0u;
+    if (size == 0u) return 0x80000000u;
+    return (bits >> 31) != 0u ? ~bits : bits | 0x80000000u;
+}
+"""
+
+_TOPK_SOURCE = """
+    // A threadgroup of SG simdgroups owns one chunk of a row. Simdgroup s owns the 32 V elements from 32 V s on, lane l
+    // every 32nd of them, so (simdgroup, key number, lane) is the order of indices. An element is a score, or the best
+    // of GROUP scores; with LISTED the row is a list of elements that an earlier launch chose.
+    threadgroup atomic_uint counts[2048];
+    threadgroup uint sums[SG];
+    threadgroup uint equals[SG];
+    threadgroup uint found[3];
+    const uint bins_of_thread = 2048u / (32u * uint(SG));
+    uint t = thread_position_in_threadgroup.x;
+    uint lane = thread_index_in_simdgroup;
+    uint simdgroup = simdgroup_index_in_threadgroup;
+    uint n = uint(scores_shape[1]);
+    uint elements = LISTED ? uint(listed_shape[1]) : (n + uint(GROUP) - 1u) / uint(GROUP);
+    const uint size = 32u * uint(SG * V);
+    uint chunks = (elements + size - 1u) / size;
+    uint row = threadgroup_position_in_grid.x / chunks;
+    uint chunk = threadgroup_position_in_grid.x % chunks;
+    uint first = chunk * size + simdgroup * (32u * uint(V)) + lane;
+    ulong scores_at = ulong(row) * ulong(n);
+    ulong listed_at = ulong(row) * ulong(elements) + ulong(first);
+    int pinned = GROUP > 1 ? (visible[row % uint(visible_shape[0])] - 1) / GROUP : -1;
+    if (GROUP > 1 && visible[row % uint(visible_shape[0])] <= 0) pinned = -1;
+
+    uint keys[V];
+    #pragma unroll
+    for (uint i = 0; i < uint(V); i++) {
+        uint at = first + 32u * i;
+        int id = at >= elements ? -1 : LISTED ? listed[listed_at + 32ul * i] : int(at);
+        uint key = 0u;
+        if (id >= 0) {
+            uint from = uint(id) * uint(GROUP);
+            for (uint g = 0; g < uint(GROUP); g++)
+                if (from + g < n) key = metal::max(key, topk_key(scores[scores_at + ulong(from + g)]));
+            if (id == pinned) key = 0xffffffffu;
+        }
+        keys[i] = key;
+    }
+
+    // `prefix` becomes the key of the K-th element, digit by digit; `need` how many of the keys that begin with it
+    // are wanted. Fewer than K keys: all of them are above the prefix 0.
+    uint prefix = 0u;
+    uint need = uint(K);
+    bool all = false;
+    for (uint digit = 0; digit < 3u; digit++) {
+        if (!all) {  // the same for every thread
+            uint shift = digit == 0u ? 21u : digit == 1u ? 10u : 0u;
+            uint mask = digit == 2u ? 1023u : 2047u;
+            for (uint b = t; b < 2048u; b += 32u * uint(SG))
+                atomic_store_explicit(&counts[b], 0u, memory_order_relaxed);
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            #pragma unroll
+            for (uint i = 0; i < uint(V); i++) {
+                bool counted = keys[i] != 0u;
+                if (digit == 1u) counted = counted && (keys[i] >> 21) == prefix;
+                if (digit == 2u) counted = counted && (keys[i] >> 10) == prefix;
+                uint bin = counted ? (keys[i] >> shift) & mask : 4096u;
+                // On a plateau all lanes meet in one bin: one of them adds for all.
+                uint common = simd_broadcast_first(bin);
+                bool together = simd_all(bin == common);
+                if (counted && (!together || lane == 0u))
+                    atomic_fetch_add_explicit(&counts[bin], together ? 32u : 1u, memory_order_relaxed);
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            // Thread t owns the t-th group of bins from above.
+            uint top = 2048u - t * bins_of_thread;
+            uint here = 0u;
+            for (uint b = 1; b <= bins_of_thread; b++)
+                here += atomic_load_explicit(&counts[top - b], memory_order_relaxed);
+            uint above = simd_prefix_inclusive_sum(here);
+            if (lane == 31u) sums[simdgroup] = above;
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            uint total = 0u;
+            for (uint s = 0; s < uint(SG); s++) {
+                if (s < simdgroup) above += sums[s];
+                total += sums[s];
+            }
+            if (digit == 0u && total <= uint(K)) all = true;
+            above -= here;
+            if (!all && above < need && above + here >= need) {
+                uint bin = top;
+                uint inside = 0u;
+                while (above + inside < need) {
+                    bin--;
+                    above += inside;
+                    inside = atomic_load_explicit(&counts[bin], memory_order_relaxed);
+                }
+                found[0] = bin;
+                found[1] = need - above;
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            if (!all) {
+                prefix = digit == 0u ? found[0] : (prefix << (digit == 1u ? 11u : 10u)) | found[0];
+                need = found[1];
+            }
+        }
+    }
+    if (all) need = 0u;
+
+    uint larger = 0u;
+    uint equal = 0u;
+    #pragma unroll
+    for (uint i = 0; i < uint(V); i++) {
+        larger += keys[i] > prefix ? 1u : 0u;
+        equal += keys[i] == prefix ? 1u : 0u;
+    }
+    larger = simd_sum(larger);
+    equal = simd_sum(equal);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (lane == 0u) {
+        sums[simdgroup] = larger;
+        equals[simdgroup] = equal;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    larger = 0u;  // from here on: how many came before
+    equal = 0u;
+    uint chosen = need;
+    for (uint s = 0; s < uint(SG); s++) {
+        if (s < simdgroup) {
+            larger += sums[s];
+            equal += equals[s];
+        }
+        chosen += sums[s];
+    }
+    ulong out = ulong(threadgroup_position_in_grid.x) * ulong(K);
+    uint before = (1u << lane) - 1u;
+    #pragma unroll
+    for (uint i = 0; i < uint(V); i++) {
+        bool is_larger = keys[i] > prefix;
+        bool is_equal = keys[i] == prefix;
+        uint larger_lanes = uint((simd_vote::vote_t)simd_ballot(is_larger));
+        uint equal_lanes = uint((simd_vote::vote_t)simd_ballot(is_equal));
+        uint rank = equal + metal::popcount(equal_lanes & before);
+        if (is_larger || (is_equal && rank < need)) {
+            uint at = first + 32u * i;
+            uint id = LISTED ? uint(listed[listed_at + 32ul * i]) : at;
+            if (BLOCK > 0) {
+                ulong list = ulong(row) * ulong(blocks_shape[1]) + ulong(id / uint(metal::max(BLOCK, 1)));
+                id = uint(blocks[list]) * uint(BLOCK) + id % uint(metal::max(BLOCK, 1));
+            }
+            uint place = larger + metal::popcount(larger_lanes & before) + metal::min(rank, need);
+            index[out + ulong(place)] = int(id);
+        }
+        larger += metal::popcount(larger_lanes);
+        equal += metal::popcount(equal_lanes);
+    }
+    for (uint i = chosen + t; i < uint(K); i += 32u * uint(SG)) index[out + ulong(i)] = -1;
+"""
+
+_topk_kernel = Kernel(
+    "topk", ["scores", "listed", "blocks", "visible"], ["index"], _TOPK_SOURCE, _TOPK_HEADER, exact=True, family="topk"
+)
 
 
-def top_k(scores: mx.array, k: int) -> mx.array:
+def top_k(scores: mx.array, k: int, blocks: mx.array | None = None, *, block_size: int = 0) -> mx.array:
     """Indices of the k best scores, int32 [.., min(k, n)], ascending, padded with -1 at the end.
 
     scores float32 [.., n]. Entries of -inf or NaN are never chosen; equal scores go to the lower index
-    (0.0 and -0.0 are equal). n = 0 gives an empty last axis.
+    (0.0 and -0.0 are equal). n = 0 gives an empty last axis. With `blocks` int32 [.., nb] (ascending, -1 at the end)
+    the scores are those of the entries of these blocks, n = nb * block_size, and the indices are entry numbers:
+    blocks[i // block_size] * block_size + i % block_size. Scores in blocks of -1 must be -inf or NaN.
+
+    Raises ValueError for k < 1, or when the blocks do not fit the scores.
     """
-    return top_k_ref(scores, k)
+    _check(scores, k)
+    n = scores.shape[-1]
+    if blocks is not None and (block_size < 1 or (*blocks.shape[:-1], blocks.shape[-1] * block_size) != scores.shape):
+        raise ValueError(
+            f"top_k got blocks {blocks.shape} of {block_size} entries for scores {scores.shape}, expected one score"
+            " for each entry of the listed blocks; pass the list that the scores were made with."
+        )
+    width = min(k, n)
+    if scores.size == 0 or width > _MOST or scores.dtype != mx.float32 or not enabled("topk"):
+        return top_k_ref(scores, k, blocks, block_size=block_size)
+    return _select(scores, width, n, blocks=blocks, block_size=block_size)
 
 
-def top_k_ref(scores: mx.array, k: int) -> mx.array:
+def top_k_groups(scores: mx.array, visible: mx.array, k: int, *, size: int) -> mx.array:
+    """Numbers of the k best groups of `size` consecutive scores, int32 [B, L, min(k, groups)], ascending, -1 padded.
+
+    scores float32 [B, L, n]; a group counts by its best score, and the group of entry visible[l] - 1 (int32 [L], at
+    most n; below 1: no such group) is always chosen. Groups of only -inf and NaN are not chosen otherwise; ties go to
+    the lower group (architecture notes 7.5). Raises ValueError for k or size below 1 or a wrong `visible`.
+    """
+    _check(scores, k)
+    n = scores.shape[-1]
+    if size < 1 or scores.ndim != 3 or visible.shape != scores.shape[1:2]:
+        raise ValueError(
+            f"top_k_groups got scores {scores.shape}, visible {visible.shape} and groups of {size}, expected"
+            " [batch, rows, entries], one bound for each row and a size of 1 or more; correct the call."
+        )
+    width = min(k, -(-n // size))
+    if scores.size == 0 or width > _MOST or size == 1 or scores.dtype != mx.float32 or not enabled("topk"):
+        return top_k_groups_ref(scores, visible, k, size=size)
+    return _select(scores, width, -(-n // size), visible=visible.astype(mx.int32), group=size)
+
+
+def _check(scores: mx.array, k: int) -> None:
+    if k < 1 or scores.ndim == 0:
+        raise ValueError(f"top-k got k = {k} and scores {scores.shape}, expected k >= 1 and rows; correct the call.")
+
+
+def _select(
+    scores: mx.array,
+    k: int,
+    elements: int,
+    *,
+    blocks: mx.array | None = None,
+    block_size: int = 0,
+    visible: mx.array | None = None,
+    group: int = 1,
+) -> mx.array:
+    """The launches: chunks of the row until one threadgroup holds what is left."""
+    *leading, n = scores.shape
+    rows = prod(leading)
+    bits = scores.reshape(rows, n).view(mx.uint32)
+    none, no_bounds = _nothing()
+    listed = None
+    while True:
+        chunks = -(-elements // _CHUNK)
+        simdgroups, per_thread = next(s[1:] for s in _SHAPES if min(elements, _CHUNK) <= s[0])
+        mapped = blocks is not None and chunks == 1
+        listed = _topk_kernel(
+            inputs=[
+                bits,
+                none if listed is None else listed,
+                blocks.reshape(rows, -1) if mapped else none,
+                no_bounds if visible is None else visible,
+            ],
+            template=[
+                *[("SG", simdgroups), ("V", per_thread), ("K", k), ("GROUP", group)],
+                *[("LISTED", listed is not None), ("BLOCK", block_size if mapped else 0)],
+            ],
+            grid=(rows * chunks * 32 * simdgroups, 1, 1),
+            threadgroup=(32 * simdgroups, 1, 1),
+            output_shapes=[(rows, chunks * k)],
+            output_dtypes=[mx.int32],
+        )[0]
+        if chunks == 1:
+            return listed.reshape(*leading, k)
+        elements = chunks * k
+
+
+@functools.cache
+def _nothing() -> tuple[mx.array, mx.array]:
+    """What the kernel gets where it reads no list or no bounds."""
+    return mx.zeros((1, 8), dtype=mx.int32), mx.zeros((8,), dtype=mx.int32)
+
+
+def top_k_ref(scores: mx.array, k: int, blocks: mx.array | None = None, *, block_size: int = 0) -> mx.array:
     n = scores.shape[-1]
     if n == 0:
         return mx.zeros(scores.shape, dtype=mx.int32)
     chosen = top_k_mask(scores, k)
     index = mx.arange(n, dtype=mx.int32)
     order = mx.sort(mx.where(chosen, index, n), axis=-1)[..., : min(k, n)]
-    return mx.where(order == n, -1, order)
+    if blocks is None:
+        return mx.where(order == n, -1, order)
+    block = mx.take_along_axis(blocks, mx.minimum(order, n - 1) // block_size, axis=-1)
+    return mx.where(order == n, -1, block * block_size + order % block_size)
 
 
 def top_k_mask(scores: mx.array, k: int) -> mx.array:
@@ -39,3 +312,89 @@ def top_k_mask(scores: mx.array, k: int) -> mx.array:
     room = k - above.astype(mx.int32).sum(axis=-1, keepdims=True)
     rank = mx.cumsum(equal.astype(mx.int32), axis=-1)
     return (above | (equal & (rank <= room))) & (scores > -mx.inf)
+
+
+def top_k_groups_ref(scores: mx.array, visible: mx.array, k: int, *, size: int) -> mx.array:
+    B, L, n = scores.shape
+    scores = mx.where(mx.isnan(scores), -mx.inf, scores)
+    scores = mx.pad(scores, [(0, 0), (0, 0), (0, -n % size)], constant_values=-mx.inf)
+    best = scores.reshape(B, L, -(-n // size), size).max(axis=-1)
+    newest = mx.where(visible > 0, (visible - 1) // size, -1)
+    best = mx.where(mx.arange(best.shape[-1]) == newest[:, None], mx.inf, best)
+    return top_k_ref(best, k)
+
+
+def cases() -> list[Case]:
+    def scores(rng: np.random.Generator, rows: int, n: int, kind: str) -> mx.array:
+        x = rng.standard_normal((rows, n), dtype=np.float32) * 8
+        if kind == "plateaus":
+            x = np.round(x)
+        elif kind == "equal":
+            x[:] = 0.0
+        elif kind == "hostile":
+            for value, share in ((-np.inf, 0.3), (np.nan, 0.1), (np.inf, 0.01), (0.0, 0.1), (-0.0, 0.1), (1e-44, 0.05)):
+                x[rng.random((rows, n)) < share] = value
+            x[0] = np.nan if rows > 2 else x[0]
+            x[1:2, : n - 3] = -np.inf
+        return mx.array(x)
+
+    def case(rows: int, n: int, k: int, kind: str = "normal", large: bool = False) -> Case:
+        return Case(
+            f"topk/{rows}x{n}_k{k}_{kind}",
+            functools.partial(top_k, k=k),
+            functools.partial(top_k_ref, k=k),
+            lambda rng: [scores(rng, rows, n, kind)],
+            bytes=4 * rows * (n + k),
+            large=large,
+        )
+
+    def mapped(rows: int, nb: int, size: int, k: int, large: bool = False) -> Case:
+        def inputs(rng: np.random.Generator) -> list[mx.array]:
+            x = rng.standard_normal((1, rows, nb * size), dtype=np.float32)
+            blocks = np.sort(rng.permuted(np.tile(np.arange(2 * nb), (rows, 1)), axis=1)[:, :nb], axis=1)
+            blocks[-1, nb // 2 :], x[0, -1, nb // 2 * size :] = -1, -np.inf
+            return [mx.array(x), mx.array(blocks[None].astype(np.int32))]
+
+        return Case(
+            f"topk/blocks_{rows}x{nb}x{size}_k{k}",
+            lambda x, blocks: top_k(x, k, blocks, block_size=size),
+            lambda x, blocks: top_k_ref(x, k, blocks, block_size=size),
+            inputs,
+            bytes=4 * rows * (nb * size + nb + k),
+            large=large,
+        )
+
+    def groups(rows: int, n: int, size: int, k: int, large: bool = False) -> Case:
+        def inputs(rng: np.random.Generator) -> list[mx.array]:
+            visible = rng.integers(n - n // 4, n + 1, rows).astype(np.int32)
+            visible[1:2] = 0
+            x = np.array(scores(rng, rows, n, "normal"))
+            x[np.arange(n) >= visible[:, None]] = -np.inf
+            return [mx.array(x[None]), mx.array(visible)]
+
+        return Case(
+            f"topk/groups_{rows}x{n}x{size}_k{k}",
+            functools.partial(top_k_groups, k=k, size=size),
+            functools.partial(top_k_groups_ref, k=k, size=size),
+            inputs,
+            bytes=4 * rows * (n + k),
+            large=large,
+        )
+
+    return [
+        *[case(2, n, 20, "plateaus") for n in (31, 32, 33, 511, 512, 513)],
+        case(1, 4096, 20, "equal"),
+        case(3, 1300, 20, "hostile"),
+        case(2, 17000, 20, "plateaus"),  # two chunks
+        case(1, 1, 1),  # fewer than 8 values: Metal puts such inputs into another address space
+        mapped(3, 40, 8, 20),
+        groups(3, 301, 4, 20),
+        *[case(1, n, 512, large=True) for n in (8192, 65536, 300_000, 1 << 20)],
+        case(1, 1 << 20, 2048, "plateaus", large=True),
+        case(1, 300_000, 512, "equal", large=True),
+        case(6, 300_000, 512, large=True),
+        case(512, 65536, 512, large=True),
+        mapped(1, 2048, 8, 512, large=True),
+        groups(1, 300_000, 8, 2048, large=True),
+        groups(6, 1 << 20, 8, 2048, large=True),
+    ]

@@ -173,14 +173,13 @@ class ModelConfig:
             key = full[len(prefix) :]
             if key.startswith("rope_scaling."):
                 _agree(full, value, scaling.get(key[13:]))
-                scaling[key[13:]] = value
+                scaling.setdefault(key[13:], value)  # the JSON has all digits, the scalar is single precision
             elif key in names:
                 known = text.get(key)
                 if key == "compress_ratios" and known is not None:
                     known = list(known)[: len(value)]  # the GGUF trims the drafter's entries
                 _agree(full, value, known)
-                if key != "compress_ratios" or key not in text:
-                    text[key] = value
+                text.setdefault(key, value)
         engram = {
             "engram_layer_ids": "engram.layer_ids",
             "engram_num_embeddings": "engram.rows",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_ds4.load import load_model
+from mlx_ds4.loader import load_model
 from tests.golden_tools import GOLDEN
 
 

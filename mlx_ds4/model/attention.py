@@ -55,8 +55,7 @@ class Attention(nn.Module):
             self._update_compressed(x, qr, step, cache)
             if step.selection.shape[-1]:
                 sources.append((step.source.compressed.data, step.selection))
-        o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5)
-        o = rope(o, *turn, inverse=True)
+        o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn)
         y = self.wo_b(self.wo_a(o.reshape(B, L, -1)))
         for name, value in (("attn.qr", qr), ("attn.q", q), ("attn.kv", kv), ("attn.o", o), ("attn.y", y)):
             step.note(name, value)
@@ -77,5 +76,5 @@ class Attention(nn.Module):
                 step.selection = mx.zeros((x.shape[0], step.length, 0), dtype=mx.int32)
                 step.candidates = None
                 return
-            self.indexer(x, qr, step.source.index_keys.rows, step)
+            self.indexer(x, qr, step.source.index_keys, step)
             step.note("topk", step.selection)

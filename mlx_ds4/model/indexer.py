@@ -5,11 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
+from mlx_ds4.cache import GrowingRows
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4
 from mlx_ds4.custom_kernels.index_score import index_scores
 from mlx_ds4.custom_kernels.rope import rope
-from mlx_ds4.custom_kernels.topk import top_k
+from mlx_ds4.custom_kernels.topk import top_k, top_k_groups
 
 from .linear import Linear
 from .norm import RMSNorm
@@ -52,12 +53,11 @@ class Indexer(nn.Module):
         scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         return q, (self.weights_proj(x).astype(mx.float32) * scale).astype(mx.bfloat16)
 
-    def __call__(self, x: mx.array, qr: mx.array, keys: mx.array, step: Step) -> None:
+    def __call__(self, x: mx.array, qr: mx.array, keys: GrowingRows, step: Step) -> None:
         """Publishes `step.selection` (and, in the candidate source, `step.candidates`)."""
         c = self._config
-        total = keys.shape[1]
+        total = keys.length
         visible = step.visible(self._ratio)
-        restricted = self._restricted and step.candidates is not None
         bounded = -(-total // c.candidate_block_size) > c.candidate_topk_blocks
         if self._publishes and not bounded:
             step.candidates = None  # few enough blocks: every one is a candidate
@@ -67,52 +67,31 @@ class Indexer(nn.Module):
             step.selection = mx.broadcast_to(rows, (x.shape[0], *rows.shape))
             return
         q, weights = self.queries(x, qr, step)
-        tile = max(1, _TILE_SCORES // (x.shape[0] * total))
+        candidates = step.candidates if self._restricted else None
+        size = c.candidate_block_size
+        width = keys.data.shape[1] if candidates is None else candidates.shape[-1] * size
+        tile = max(1, _TILE_SCORES // (x.shape[0] * width))
         selections, blocks = [], []
         for start in range(0, step.length, tile):
             rows = slice(start, start + tile)
-            candidates = step.candidates[:, rows] if restricted else None
-            scores = self.scores(q[:, rows], weights[:, rows], keys, visible[rows], candidates)
-            selections.append(top_k(scores, c.index_topk))
+            listed = None if candidates is None else candidates[:, rows]
+            scores = self.scores(q[:, rows], weights[:, rows], keys.data, visible[rows], listed)
+            selections.append(top_k(scores, c.index_topk, listed, block_size=size))
             if self._publishes and bounded:
-                blocks.append(candidate_blocks(scores, visible[rows], c))
+                blocks.append(top_k_groups(scores, visible[rows], c.candidate_topk_blocks, size=size))
             if start + tile < step.length:
                 mx.eval(selections[-1], blocks[-1:])
-        step.selection = mx.concatenate(selections, axis=1)
+        step.selection = _joined(selections)
         if blocks:
-            step.candidates = mx.concatenate(blocks, axis=1)
+            step.candidates = _joined(blocks)
 
     def scores(
         self, q: mx.array, weights: mx.array, keys: mx.array, visible: mx.array, candidates: mx.array | None
     ) -> mx.array:
-        """Masked scores float32 [B, L, S]: -inf where invisible or outside the candidate blocks."""
-        scores = index_scores(q, weights, keys, bf16=self.bf16_scores)
-        scores = mx.where(mx.arange(keys.shape[1]) < visible[:, None], scores, -mx.inf)
-        if candidates is not None:
-            mask = candidate_mask(candidates, keys.shape[1], self._config.candidate_block_size)
-            scores = mx.where(mask, scores, -mx.inf)
-        return scores
+        """Scores float32 [B, L, S], -inf where hidden; or [B, L, n] of the entries of the candidate blocks only."""
+        size = self._config.candidate_block_size
+        return index_scores(q, weights, keys, visible, candidates, block_size=size, bf16=self.bf16_scores)
 
 
-def candidate_blocks(scores: mx.array, visible: mx.array, config: ModelConfig) -> mx.array:
-    """The best candidate blocks of each row, int32 [B, L, blocks], ascending, -1 = none.
-
-    scores [B, L, S] masked with -inf. A block counts by its best score, the newest visible block always stays, ties go to
-    the lower block (architecture notes 7.5).
-    """
-    size, keep = config.candidate_block_size, config.candidate_topk_blocks
-    B, L, S = scores.shape
-    scores = mx.pad(scores, [(0, 0), (0, 0), (0, -S % size)], constant_values=-mx.inf)
-    best = scores.reshape(B, L, -1, size).max(axis=-1)
-    newest = (visible[:, None] - 1) // size  # no entry visible: -1, no block
-    best = mx.where(mx.arange(best.shape[-1]) == newest, mx.inf, best)
-    return top_k(best, keep)
-
-
-def candidate_mask(blocks: mx.array, entries: int, size: int) -> mx.array:
-    """bool [B, L, entries]: which entries lie in the listed blocks [B, L, n]."""
-    count = -(-entries // size)
-    flags = mx.zeros((*blocks.shape[:2], count + 1), dtype=mx.bool_)
-    target = mx.where(blocks < 0, count, blocks)
-    flags = mx.put_along_axis(flags, target, mx.array(True), axis=-1)[..., :count]
-    return mx.repeat(flags, size, axis=-1)[..., :entries]
+def _joined(tiles: list[mx.array]) -> mx.array:
+    return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=1)

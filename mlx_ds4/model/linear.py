@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
+from mlx_ds4.custom_kernels.quant_matmul import grouped_quant_matmul, quant_matmul, quant_matmul_group
 from mlx_ds4.formats import planes as block_planes
 
 
@@ -88,11 +89,31 @@ class Linear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self.rounds_input:
             x = fake_quant_fp8(x)
+        if isinstance(self.weight, BlockWeight):
+            return quant_matmul(x, self.weight.format, self.weight.planes, out_dtype=self._out_dtype)
         return (x.astype(mx.float32) @ dense(self.weight).T).astype(self._out_dtype)
 
     def _extra_repr(self) -> str:
         out_dims, in_dims = self.weight.shape
         return f"in={in_dims}, out={out_dims}, rounds_input={self.rounds_input}"
+
+
+def apply_together(x: mx.array, *layers: Linear) -> list[mx.array]:
+    """[layer(x) for layer in layers], the same bits; layers that round alike share the rounding, and a launch where
+    their block formats agree."""
+    first = layers[0]
+    alike = all(
+        isinstance(layer.weight, BlockWeight)
+        and layer.rounds_input == first.rounds_input
+        and layer._out_dtype == first._out_dtype
+        for layer in layers
+    )
+    if not alike:
+        return [layer(x) for layer in layers]
+    if first.rounds_input:
+        x = fake_quant_fp8(x)
+    weights = [(layer.weight.format, layer.weight.planes) for layer in layers]
+    return quant_matmul_group(x, weights, out_dtype=first._out_dtype)
 
 
 def rounds_input(weight: mx.array | BlockWeight, override: bool | None) -> bool:
@@ -114,6 +135,8 @@ class GroupedLinear(nn.Module):
         self._groups = groups
 
     def __call__(self, x: mx.array) -> mx.array:
+        if isinstance(self.weight, BlockWeight):
+            return grouped_quant_matmul(x, self.weight.format, self.weight.planes, self._groups)
         weight = dense(self.weight)
         weight = weight.reshape(self._groups, -1, weight.shape[-1])  # [G, rank, in / G]
         rows = x.astype(mx.float32).reshape(-1, self._groups, weight.shape[-1]).swapaxes(0, 1)

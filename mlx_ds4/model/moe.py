@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu
+from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu, expert_down, expert_swiglu
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.router import route
 
-from .linear import Linear, dense, rounds_input
+from .linear import BlockWeight, Linear, apply_together, dense, rounds_input
 from .step import Step
-
-# Up to this many (row, expert) pairs their matrices are dequantized together, without asking the host.
-_GATHERED_PAIRS = 8
 
 
 class Gate(nn.Module):
@@ -46,16 +42,19 @@ class StackedLinear(nn.Module):
     def rounds_input(self, value: bool | None) -> None:
         self._rounds_input = value
 
-    def apply(self, x: mx.array, expert: mx.array | int) -> mx.array:
-        """x [.., in] through one expert, or x [P, 1, in] through the P experts of an index array."""
-        if self.rounds_input:
-            x = fake_quant_fp8(x)
-        weight = dense(self.weight, expert)
-        return (x.astype(mx.float32) @ weight.swapaxes(-1, -2)).astype(mx.bfloat16)
+    @property
+    def stored(self) -> tuple[str | None, dict[str, mx.array]]:
+        """(format, planes) as the expert products take them; format None for a float weight."""
+        if isinstance(self.weight, BlockWeight):
+            return self.weight.format, self.weight.planes
+        return None, {"weight": self.weight}
 
 
 class Experts(nn.Module):
-    """Routed experts: y = sum over chosen, by ascending id, of w2(weight * swiglu(w1 x, w3 x)), in float32."""
+    """Routed experts: y = shared + sum over chosen, by ascending id, of w2(weight * swiglu(w1 x, w3 x)), in float32.
+
+    x is rounded to FP8 once, where w1 or w3 asks for it.
+    """
 
     def __init__(self, config: ModelConfig, experts: int):
         super().__init__()
@@ -65,37 +64,14 @@ class Experts(nn.Module):
         self.w3 = StackedLinear(experts, c.hidden_size, c.moe_intermediate_size)
         self.w2 = StackedLinear(experts, c.moe_intermediate_size, c.hidden_size)
 
-    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
-        """x [N, C], chosen int32 [N, K] ascending, weights float32 [N, K] -> float32 [N, C]."""
-        if chosen.size <= _GATHERED_PAIRS:
-            rows = mx.repeat(x, chosen.shape[1], axis=0)[:, None]
-            y = self._expert(rows, chosen.reshape(-1), weights.reshape(-1, 1, 1)).reshape(*chosen.shape, -1)
-        else:
-            y = self._by_expert(x, chosen, weights)
-        total = y[:, 0].astype(mx.float32)
-        for slot in range(1, y.shape[1]):
-            total = total + y[:, slot].astype(mx.float32)
-        return total
-
-    def _expert(self, x: mx.array, expert: mx.array | int, weight: mx.array) -> mx.array:
-        a = clamped_swiglu(self.w1.apply(x, expert), self.w3.apply(x, expert), self._limit, weight)
-        return self.w2.apply(a, expert)
-
-    def _by_expert(self, x: mx.array, chosen: mx.array, weights: mx.array) -> mx.array:
-        """Each expert once over all of its rows; reads the choice on the host. Returns [N, K, C]."""
-        flat = np.array(chosen).reshape(-1)
-        order = np.argsort(flat, kind="stable")
-        K = chosen.shape[1]
-        weights = weights.reshape(-1, 1)
-        parts = []
-        for expert in np.unique(flat):
-            pairs = order[np.searchsorted(flat[order], expert) :][: np.count_nonzero(flat == expert)]
-            index = mx.array(pairs)
-            parts.append(self._expert(x[index // K], int(expert), weights[index]))
-            mx.eval(parts[-1])  # one dequantized expert alive at a time
-        back = np.empty_like(order)
-        back[order] = np.arange(order.size)
-        return mx.concatenate(parts)[mx.array(back)].reshape(*chosen.shape, -1)
+    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array, shared: mx.array) -> mx.array:
+        """x, shared [N, C], chosen int32 [N, K] ascending, weights float32 [N, K] -> bfloat16 [N, C]."""
+        if self.w1.rounds_input or self.w3.rounds_input:
+            x = fake_quant_fp8(x)
+        a = expert_swiglu(x, self.w1.stored, self.w3.stored, chosen, weights, limit=self._limit)
+        if self.w2.rounds_input:
+            a = fake_quant_fp8(a)
+        return expert_down(a, self.w2.stored, chosen, shared)
 
 
 class SharedExpert(nn.Module):
@@ -110,7 +86,7 @@ class SharedExpert(nn.Module):
         self.w2 = Linear(c.moe_intermediate_size, c.hidden_size, trained=True)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.w2(clamped_swiglu(self.w1(x), self.w3(x), self._limit))
+        return self.w2(clamped_swiglu(*apply_together(x, self.w1, self.w3), self._limit))
 
 
 class MoE(nn.Module):
@@ -130,8 +106,8 @@ class MoE(nn.Module):
         chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
         rows = x.reshape(-1, x.shape[-1])
         K = self._top_k
-        y = self.experts(rows, chosen.reshape(-1, K), weights.reshape(-1, K)).reshape(x.shape)
-        y = (y + self.shared_experts(x).astype(mx.float32)).astype(mx.bfloat16)
+        shared = self.shared_experts(rows)
+        y = self.experts(rows, chosen.reshape(-1, K), weights.reshape(-1, K), shared).reshape(x.shape)
         for name, value in (
             ("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights), ("ffn.y", y)
         ):  # fmt: skip

@@ -1,0 +1,389 @@
+"""`Kernel`: one Metal text, run by Metal, by CUDA through a translation, by an emulator, or not at all.
+
+A family is a module of this folder; it holds `Kernel` objects at module level and public functions that ask
+`enabled("<family>")` before they launch one and otherwise return their reference. Nothing here touches a device
+at import: the environment is read at the first question, and MLX's kernel objects are made at the first launch.
+
+Two environment variables steer it, both read once:
+
+* `MLX_DS4_KERNELS=auto|reference|emulate`: kernels where a GPU is the default device; never; or every kernel
+  through the checking emulator of a source checkout, on the CPU.
+* `MLX_DS4_DISABLE=topk,router`: families that use their reference whatever else is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from . import _portable
+
+MODES = ("auto", "reference", "emulate")
+_FOLDER = Path(__file__).resolve().parent
+
+# Metal's definition of the one spelling of a lookup table that CUDA can share; the CUDA prelude has its own.
+_TABLE_MACRO = """#ifndef MSL_TABLE
+#define MSL_TABLE(T, name, n) constexpr constant static T name[n]
+#endif
+"""
+
+
+class KernelError(ValueError):
+    """A kernel was declared, called or switched in a way that cannot work; one sentence says what to do."""
+
+
+# --- switches ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    mode: str  # one of MODES, or "export": build graph nodes with Metal's text that are never run
+    disabled: frozenset[str]
+    launch_options: dict[str, Any] = field(default_factory=dict)  # handed to the emulator
+
+
+_settings: _Settings | None = None  # None until the first question: nothing happens at import
+
+
+def _current() -> _Settings:
+    global _settings
+    if _settings is None:
+        mode = os.environ.get("MLX_DS4_KERNELS") or "auto"
+        names = [n.strip() for n in os.environ.get("MLX_DS4_DISABLE", "").split(",")]
+        _settings = _Settings(
+            _check_mode(mode, "MLX_DS4_KERNELS"), _check_families([n for n in names if n], "MLX_DS4_DISABLE")
+        )
+    return _settings
+
+
+def reset_settings() -> None:
+    """Forget what was read from the environment; the next question reads it again."""
+    global _settings
+    _settings = None
+
+
+def _check_mode(mode: str, where: str) -> str:
+    if mode not in MODES:
+        raise KernelError(f"{where} is {mode!r}, expected one of {', '.join(MODES)}; correct or unset it.")
+    return mode
+
+
+def _check_families(names: Sequence[str], where: str) -> frozenset[str]:
+    unknown = sorted(set(names) - set(families()))
+    if unknown:
+        raise KernelError(
+            f"{where} names {', '.join(unknown)}, which is no kernel family; use names from {', '.join(families())}."
+        )
+    return frozenset(names)
+
+
+@contextlib.contextmanager
+def _settings_as(new: _Settings) -> Iterator[None]:
+    global _settings
+    old, _settings = _settings, new
+    try:
+        yield
+    finally:
+        _settings = old
+
+
+def use_kernels(mode: str, **launch_options: Any) -> contextlib.AbstractContextManager[None]:
+    """Within the context, behave as with MLX_DS4_KERNELS=mode. `launch_options` (order, checked, std, ...) go to
+    the emulator's `launch` and are refused with another mode. Meant for tests: it switches all threads."""
+    _check_mode(mode, "use_kernels")
+    if launch_options and mode != "emulate":
+        raise KernelError(f"use_kernels({mode!r}) got {sorted(launch_options)}, which only 'emulate' takes; drop them.")
+    return _settings_as(_Settings(mode, _current().disabled, launch_options))
+
+
+def disable(*names: str) -> contextlib.AbstractContextManager[None]:
+    """Within the context, these families use their references too (MLX_DS4_DISABLE stays in force)."""
+    now = _current()
+    more = _check_families(names, "disable()")
+    return _settings_as(_Settings(now.mode, now.disabled | more, now.launch_options))
+
+
+def trace(fn: Callable[[], Any]) -> Any:
+    """What `fn()` returns when each launch only builds MLX's Metal graph node, which no device is needed for. The
+    arrays cannot be evaluated: they serve to count launches and to read the text that Metal would be given. The
+    mode "reference" and disabled families stay in force."""
+    results = []
+
+    def once() -> mx.array:
+        results.append(fn())
+        return mx.array(0)  # the export itself is not wanted, and could not hold every primitive
+
+    now = _current()
+    mode = now.mode if now.mode == "reference" else "export"
+    with _settings_as(_Settings(mode, now.disabled)):
+        mx.export_function(lambda _: None, once)
+    return results[0]
+
+
+@functools.cache
+def _gpu() -> str | None:
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+def backend() -> str | None:
+    """Where a launch would go now: "metal", "cuda", "emulate", "export", or None (callers use references)."""
+    mode = _current().mode
+    if mode == "auto":
+        return _gpu() if mx.default_device() == mx.gpu else None
+    return None if mode == "reference" else mode
+
+
+def enabled(family: str) -> bool:
+    """Whether the functions of this family should launch their kernels; False means: use the reference."""
+    return backend() is not None and family not in _current().disabled
+
+
+# --- the list of kernels ------------------------------------------------------------------------------------
+
+_registry: dict[str, Kernel] = {}
+_watchers: list[Callable[[Launch], None]] = []
+
+
+@functools.cache
+def families() -> tuple[str, ...]:
+    """Names of the kernel families: the modules of this folder, without importing them."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(_FOLDER)]) if not m.name.startswith("_")))
+
+
+def load_all() -> dict[str, Any]:
+    """Import every family; returns its modules by name."""
+    return {name: importlib.import_module(f"{__package__}.{name}") for name in families()}
+
+
+def all_kernels() -> list[Kernel]:
+    """Every kernel of every family, sorted by name."""
+    load_all()
+    return sorted((k for k in _registry.values() if k.family in families()), key=lambda k: k.name)
+
+
+@contextlib.contextmanager
+def watch_launches(callback: Callable[[Launch], None]) -> Iterator[None]:
+    """Within the context, call `callback` after each launch (also an emulated or traced one)."""
+    _watchers.append(callback)
+    try:
+        yield
+    finally:
+        _watchers.remove(callback)
+
+
+# --- one kernel ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as data. `source` is the body and `header` its helpers, in the portable subset of Metal that
+    docs/kernels.md describes; `cuda_source` and `cuda_header` replace the translation where it cannot be fast
+    (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
+    only where `backend()` is "cuda". `exact` says that results equal the reference bit for bit.
+
+    Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
+    """
+
+    name: str
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+    source: str | None
+    header: str = ""
+    cuda_source: str | None = field(default=None, kw_only=True)
+    cuda_header: str | None = field(default=None, kw_only=True)
+    ensure_row_contiguous: bool = field(default=True, kw_only=True)
+    atomic_outputs: bool = field(default=False, kw_only=True)
+    exact: bool = field(kw_only=True)
+    family: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_names", tuple(self.input_names))
+        object.__setattr__(self, "output_names", tuple(self.output_names))
+        if "MSL_TABLE" in self.header and not self.header.startswith(_TABLE_MACRO):
+            object.__setattr__(self, "header", _TABLE_MACRO + self.header)
+        if self.cuda_source is None and (self.source is None or self.cuda_header is not None):
+            raise KernelError(f"kernel {self.name} has no cuda_source to go with the rest; give it.")
+        if _registry.setdefault(self.name, self) != self:
+            raise KernelError(f"two different kernels are named {self.name}; rename one of them.")
+
+    def cuda_text(self) -> tuple[str, str]:
+        """(header, body) for mx.fast.cuda_kernel."""
+        if self.cuda_source is not None:
+            return self.cuda_header or "", self.cuda_source
+        return _portable.translate_header(self.header), _portable.translate_body(self.source)
+
+    @functools.cached_property
+    def _metal(self) -> Callable[..., list[mx.array]]:
+        return mx.fast.metal_kernel(
+            name=self.name,
+            input_names=self.input_names,
+            output_names=self.output_names,
+            source=self.source,
+            header=self.header,
+            ensure_row_contiguous=self.ensure_row_contiguous,
+            atomic_outputs=self.atomic_outputs,
+        )
+
+    @functools.cached_property
+    def _cuda_by_dtypes(self) -> dict[tuple[mx.Dtype, ...], Callable[..., list[mx.array]]]:
+        return {}
+
+    def _cuda(self, *, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **call: Any) -> list[mx.array]:
+        """MLX keeps compiled CUDA modules by name and template alone, so other dtypes need another name."""
+        dtypes = (*(x.dtype for x in inputs), *output_dtypes)
+        if dtypes not in self._cuda_by_dtypes:
+            self._cuda_by_dtypes[dtypes] = self._make_cuda("_".join(str(d).rpartition(".")[2] for d in dtypes))
+        return self._cuda_by_dtypes[dtypes](inputs=inputs, output_dtypes=output_dtypes, **call)
+
+    def _make_cuda(self, suffix: str) -> Callable[..., list[mx.array]]:
+        header, source = self.cuda_text()
+        return mx.fast.cuda_kernel(
+            name=f"{self.name}_{suffix}",
+            input_names=self.input_names,
+            output_names=self.output_names,
+            source=source,
+            header=header,
+            ensure_row_contiguous=self.ensure_row_contiguous,
+        )
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, int | bool | mx.Dtype]] = (),
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        init_value: float | None = None,
+    ) -> list[mx.array]:
+        """Launch, with the meaning of MLX's own kernel objects (`grid` counts threads).
+
+        Metal and CUDA must see the same threads, so the group divides the grid and holds whole simdgroups.
+        Raises KernelError for a launch outside those rules, for a scalar input, for an empty output and
+        where no kernel can run; evaluation raises what the back end raises.
+        """
+        self._check(inputs, grid, threadgroup, output_shapes, output_dtypes)
+        call: dict[str, Any] = {
+            "template": template if isinstance(template, list) else list(template),
+            "grid": grid,
+            "threadgroup": threadgroup,
+            "output_shapes": output_shapes,
+            "output_dtypes": output_dtypes,
+        }
+        if init_value is not None:
+            call["init_value"] = init_value
+        outputs = self._launch(inputs, call)
+        for callback in _watchers:
+            callback(Launch(self, list(inputs), call, outputs))
+        return outputs
+
+    def _launch(self, inputs: Sequence[mx.array], call: dict[str, Any]) -> list[mx.array]:
+        where = backend()
+        if self.source is None and where not in ("cuda", None):
+            raise KernelError(f"kernel {self.name} is for CUDA alone; launch it only where backend() is 'cuda'.")
+        if where == "cuda":
+            return self._cuda(inputs=inputs, **call)
+        if where in ("metal", "export"):
+            return self._metal(inputs=inputs, **call)
+        if where == "emulate":
+            mx.eval(inputs)  # the emulator reads memory: under tracing (mx.compile, mx.grad) this raises
+            return emulator().launch(self, inputs, **call, **_current().launch_options)
+        raise KernelError(
+            f"kernel {self.name} was launched where no kernel can run; ask enabled({self.family!r}) first and use"
+            " the reference."
+        )
+
+    def _check(self, inputs, grid, threadgroup, output_shapes, output_dtypes) -> None:
+        fault = _geometry_fault(tuple(grid), tuple(threadgroup), tuple(map(tuple, output_shapes)))
+        if len(inputs) != len(self.input_names):
+            fault = f"got {len(inputs)} inputs, expected {', '.join(self.input_names)}"
+        elif not len(output_shapes) == len(output_dtypes) == len(self.output_names):
+            fault = (
+                f"got {len(output_shapes)} output shapes and {len(output_dtypes)} output dtypes, expected one of"
+                f" each for {', '.join(self.output_names)}"
+            )
+        for x in inputs:
+            if not isinstance(x, mx.array) or x.ndim == 0:
+                fault = fault or "got a scalar input, which CUDA passes differently; give an array of one element"
+        if fault:
+            raise KernelError(f"kernel {self.name} {fault}.")
+
+
+@functools.lru_cache(maxsize=4096)  # a model launches hundreds of kernels a token, always the same ones
+def _geometry_fault(grid: tuple[int, ...], threadgroup: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> str:
+    """What is wrong with these sizes, or ""."""
+    if any(prod(shape) == 0 for shape in shapes):
+        return "got an empty output; return early"
+    if prod(threadgroup) > 1024 or prod(threadgroup) % 32 or prod(threadgroup) == 0:
+        return f"got {prod(threadgroup)} threads in a group, expected a multiple of 32 up to 1024"
+    if any(g <= 0 or g % t for g, t in zip(grid, threadgroup, strict=True)):
+        return f"got the grid {grid} for groups of {threadgroup}; round it up and guard the tail"
+    if max(grid) >= 2**31:
+        return f"got the grid {grid}, expected less than 2^31 threads a dimension; split the call"
+    return ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, as `watch_launches` reports it; `call` holds template, grid, threadgroup and outputs' kinds."""
+
+    kernel: Kernel
+    inputs: list[mx.array]
+    call: dict[str, Any]
+    outputs: list[mx.array]
+
+    def metal_text(self) -> tuple[str, str]:
+        """(name, text) of the function that MLX generates for Metal: all but MLX's own prelude."""
+        found = []
+
+        def note(item: dict[str, Any]) -> None:
+            if item.get("name") == "CustomKernel":
+                found.append(tuple(item["arguments"][:2]))
+
+        zeros = [mx.zeros(x.shape, dtype=x.dtype) for x in self.inputs]
+        mx.export_function(note, lambda *xs: self.kernel._metal(inputs=list(xs), **self.call), *zeros)
+        return found[0]
+
+
+# --- the emulator of a checkout ------------------------------------------------------------------------------
+
+
+@functools.cache
+def emulator() -> Any:
+    """The package tests.emulator of this checkout. Raises KernelError where it or its compiler is missing."""
+    root = _FOLDER.parent
+    if not (root / "tests" / "emulator" / "__init__.py").is_file():
+        raise KernelError(
+            "kernels are emulated only in a source checkout (tests/emulator); use one or unset MLX_DS4_KERNELS."
+        )
+    sys.path.insert(0, str(root))  # under the name that tests use, so that there is one copy in the process
+    try:
+        module = importlib.import_module("tests.emulator")
+    finally:
+        sys.path.remove(str(root))
+    if Path(module.__file__).parent != root / "tests" / "emulator":
+        raise KernelError(f"another package named tests ({module.__file__}) hides the emulator; uninstall it.")
+    if reason := module.unavailable_reason():
+        raise KernelError(f"{reason}, or unset MLX_DS4_KERNELS.")
+    return module
+
+
+def emulator_missing() -> str | None:
+    """Why kernels cannot be emulated here, or None."""
+    try:
+        emulator()
+    except KernelError as error:
+        return str(error)
+    return None

@@ -1,0 +1,349 @@
+"""CUDA bodies of the quantized products: tensor cores, one code path for one row, a few rows and many.
+
+The portable Metal text runs on CUDA too, but there six rows cost six times the multiply-adds. These kernels (header
+`_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that depends on
+the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
+
+Estimate: bytes are the planes once plus activations from cache; per weight about 2 integer operations (Q8_0), 3 (MXFP4, Q2_K),
+2 (IQ2_XXS), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ._kernel import Kernel
+from ._octet import iq2_words
+
+FORMATS = {"Q8_0": 0, "Q4_K": 1, "Q2_K": 2, "IQ2_XXS": 3, "MXFP4": 4, "FP8": 5}
+_SMS = 132
+# Rows of activations up to which the decode forms of the expert kernels are used; pairs bound their lists.
+FEW_ROWS, FEW_PAIRS = 8, 64
+
+_HEADER = (
+    "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+    f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
+    + (Path(__file__).parent / "_quant_mma.h").read_text()
+)
+
+_PROLOGUE = """
+    using namespace ds4;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    __shared__ uint4 grid_s[F == IQ2_XXS ? 256 : 1];
+    if (F == IQ2_XXS) {
+      stage_grid(grid_s);
+      __syncthreads();
+    }
+"""
+
+_DENSE_SOURCE = (
+    """
+    // Block: 16 weight rows; its S warps take units of the width in turn. blockIdx.y: 8 NT rows of x [M, G K].
+    // Weight rows come in G groups of equal size; group i reads columns i K .. of x.
+"""
+    + _PROLOGUE
+    + """
+    const int tile = blockIdx.x, first = 8 * NT * blockIdx.y;
+    const int M = x_shape[0], K = x_shape[1] / G, N = codes_shape[0];
+    __shared__ float part[S > 1 ? S * NT * 128 : 1];
+    const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
+    Rows<NT> rows;
+    for (int i = 0; i < NT; i++) {
+      const int n = first + 8 * i + g;
+      rows.p[i] = n < M ? (const bf16*)x + (size_t)n * G * K + (size_t)(16 * tile / (N / G)) * K : nullptr;
+    }
+    float acc[NT][4];
+    clear(acc);
+    product<F, NT>(acc, w, 0, tile, N, K, rows, warp, S, grid_s);
+    if (S > 1) {
+      for (int i = 0; i < NT; i++)
+        for (int c = 0; c < 4; c++) part[(warp * NT + i) * 128 + 32 * c + lane] = acc[i][c];
+      __syncthreads();
+    }
+    for (int e = threadIdx.x; e < NT * 128; e += 32 * S) {
+      const int i = e / 128, c = e / 32 % 4, n = first + 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
+      float sum = 0.f;
+      if (S > 1) {
+        for (int s = 0; s < S; s++) sum += part[s * NT * 128 + e];
+      } else {
+        for (int k = 0; k < NT; k++)
+          for (int j = 0; j < 4; j++) sum = k == i && j == c ? acc[k][j] : sum;
+      }
+      if (n < M && r < N) y[(size_t)n * N + r] = T(sum);
+    }
+"""
+)
+
+# Both expert bodies: the pairs (row, slot) that chose an expert are the columns of one tile.
+_FEW_PAIRS = """
+    // The pairs, at most 64, that chose expert e, as a bit mask in every warp.
+    auto chosen_by = [&](int e) {
+      const int P = chosen_shape[0];
+      unsigned low = __ballot_sync(~0u, lane < P && chosen[lane] == e);
+      unsigned high = __ballot_sync(~0u, lane + 32 < P && chosen[lane + 32] == e);
+      return (unsigned long long)high << 32 | low;
+    };
+    auto pair_of = [](unsigned long long mask, int column) {
+      for (int i = 0; i < column; i++) mask &= mask - 1;
+      return __ffsll(mask) - 1;
+    };
+"""
+
+_GATE_UP_MAIN = """
+    float up[NT][4], gate[NT][4];
+    clear(gate);
+    clear(up);
+    product<F, NT>(gate, w1, (size_t)expert * N, tile, N, K, rows, warp, S, grid_s);
+    product<F, NT>(up, w3, (size_t)expert * N, tile, N, K, rows, warp, S, grid_s);
+    for (int i = 0; i < NT; i++)
+      for (int c = 0; c < 4; c++) {
+        part[(warp * NT + i) * 128 + 32 * c + lane] = gate[i][c];
+        part[((S + warp) * NT + i) * 128 + 32 * c + lane] = up[i][c];
+      }
+    __syncthreads();
+    for (int e = threadIdx.x; e < NT * 128; e += 32 * S) {
+      const int i = e / 128, c = e / 32 % 4, n = 8 * i + 2 * (e & 3) + (c & 1), r = 16 * tile + (e % 32 >> 2) + 8 * (c >> 1);
+      float a = 0.f, b = 0.f;
+      for (int s = 0; s < S; s++) {
+        a += part[s * NT * 128 + e];
+        b += part[(S + s) * NT * 128 + e];
+      }
+      a = fminf(round_bf16(a), LIMIT);
+      b = fminf(fmaxf(round_bf16(b), -LIMIT), LIMIT);
+      if (n < count && r < N) y[(size_t)PAIR(n) * N + r] = bf16(weights[PAIR(n)] * (a / (1.f + expf(-a)) * b));
+    }
+"""
+
+_EXPERT_PLANES = """
+    const Planes w1 = {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1};
+    const Planes w3 = {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3};
+    __shared__ float part[2 * S * NT * 128];
+    const int tile = blockIdx.x, K = x_shape[1], N = codes1_shape[1];
+    Rows<NT> rows;
+"""
+
+_GATE_UP_FEW_SOURCE = (
+    """
+    // Block (tile, pair): 16 rows of gate and up of the expert of that pair, for all pairs with the same expert;
+    // blocks of later pairs of an expert have nothing to do.
+"""
+    + _PROLOGUE
+    + _FEW_PAIRS
+    + _EXPERT_PLANES
+    + """
+    const float LIMIT = __int_as_float(LIMIT_BITS);
+    const int pair = blockIdx.y, expert = chosen[pair];
+    const unsigned long long mask = chosen_by(expert);
+    if (mask & ((1ull << pair) - 1)) return;
+    const int count = __popcll(mask);
+    rows.p[0] = g < count ? (const bf16*)x + (size_t)(pair_of(mask, g) / SLOTS) * K : nullptr;
+#define PAIR(n) pair_of(mask, n)
+"""
+    + _GATE_UP_MAIN
+)
+
+_GATE_UP_MANY_SOURCE = (
+    """
+    // Block (tile, expert): 16 rows of gate and up for all pairs of the expert, 8 NT of them at a time.
+"""
+    + _PROLOGUE
+    + _EXPERT_PLANES
+    + """
+    const float LIMIT = __int_as_float(LIMIT_BITS);
+    const int expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
+    for (int at = begin; at < end; at += 8 * NT) {
+    const int count = min(8 * NT, end - at);
+    for (int i = 0; i < NT; i++)
+      rows.p[i] = 8 * i + g < count ? (const bf16*)x + (size_t)(order[at + 8 * i + g] / SLOTS) * K : nullptr;
+#define PAIR(n) order[at + n]
+"""
+    + _GATE_UP_MAIN
+    + """
+    __syncthreads();
+    }
+"""
+)
+
+_DOWN_FEW_SOURCE = (
+    """
+    // Block: 16 output rows of all distinct experts, one expert a warp at a time, then the sum over each row's slots.
+"""
+    + _PROLOGUE
+    + _FEW_PAIRS
+    + """
+    __shared__ float part[64][16];
+    const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
+    const int tile = blockIdx.x, P = chosen_shape[0], K = x_shape[1], N = codes_shape[1];
+    int distinct = 0;
+    for (int q = 0; q < P; q++) {
+      const int expert = chosen[q];
+      const unsigned long long mask = chosen_by(expert);
+      if (mask & ((1ull << q) - 1) || distinct++ % S != warp) continue;
+      const int count = __popcll(mask);
+      Rows<1> rows;
+      rows.p[0] = g < count ? (const bf16*)x + (size_t)pair_of(mask, g) * K : nullptr;
+      float acc[1][4];
+      clear(acc);
+      product<F, 1>(acc, w, (size_t)expert * N, tile, N, K, rows, 0, 1, grid_s);
+      for (int c = 0; c < 4; c++) {
+        const int n = 2 * t + (c & 1);
+        if (n < count) part[pair_of(mask, n)][g + 8 * (c >> 1)] = round_bf16(acc[0][c]);
+      }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < P / SLOTS * 16; e += 32 * S) {
+      const int n = e / 16, r = 16 * tile + e % 16;
+      if (r >= N) continue;
+      float sum = part[n * SLOTS][e % 16];
+      for (int s = 1; s < SLOTS; s++) sum += part[n * SLOTS + s][e % 16];
+      if (SHARED) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + r]);
+      y[(size_t)n * N + r] = bf16(sum);
+    }
+"""
+)
+
+_DOWN_MANY_SOURCE = (
+    """
+    // Warp (tile, expert): 16 output rows for all pairs of the expert, 8 NT of them at a time; sums are made later.
+"""
+    + _PROLOGUE
+    + """
+    const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
+    const int tile = blockIdx.x * S + warp, expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
+    const int K = x_shape[1], N = codes_shape[1];
+    if (16 * tile >= N) return;
+    for (int at = begin; at < end; at += 8 * NT) {
+      const int count = min(8 * NT, end - at);
+      Rows<NT> rows;
+      for (int i = 0; i < NT; i++)
+        rows.p[i] = 8 * i + g < count ? (const bf16*)x + (size_t)order[at + 8 * i + g] * K : nullptr;
+      float acc[NT][4];
+      clear(acc);
+      product<F, NT>(acc, w, (size_t)expert * N, tile, N, K, rows, 0, 1, grid_s);
+      for (int i = 0; i < NT; i++)
+        for (int c = 0; c < 4; c++) {
+          const int n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
+          if (n < count && r < N) y[(size_t)order[at + n] * N + r] = bf16(acc[i][c]);
+        }
+    }
+"""
+)
+
+
+def _kernel(name: str, inputs: list[str], source: str, family: str) -> Kernel:
+    return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=_HEADER, exact=False, family=family)
+
+
+_ONE = ["codes", "scales", "supers"]
+_TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
+_dense = _kernel("quant_matmul_mma", ["x", *_ONE], _DENSE_SOURCE, "quant_matmul")
+_gate_up_few = _kernel("expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], _GATE_UP_FEW_SOURCE, "expert_matmul")
+_gate_up_many = _kernel(
+    "expert_swiglu_many_mma",
+    ["x", *_TWO, "order", "start", "weights"],
+    _GATE_UP_MANY_SOURCE,
+    "expert_matmul",
+)
+_down_few = _kernel("expert_down_few_mma", ["x", *_ONE, "chosen", "shared"], _DOWN_FEW_SOURCE, "expert_matmul")
+_down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_MANY_SOURCE, "expert_matmul")
+
+
+def supported(format: str, width: int) -> bool:
+    """Whether the tensor-core kernels take rows of this width in this format."""
+    return width % (256 if format in ("Q4_K", "Q2_K", "IQ2_XXS") else 32) == 0
+
+
+def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int, out_dtype: mx.Dtype) -> mx.array:
+    """x bfloat16 [M, groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [M, N]."""
+    M, N = x.shape[0], planes["codes"].shape[-2]
+    K = x.shape[1] // groups
+    tiles = -(-N // 16)
+    split = _split(tiles, -(-K // _unit(format)))
+    nt = 1 if M <= 8 else 4
+    return _dense(
+        inputs=[x, *_planes(planes)],
+        template=[("F", FORMATS[format]), ("S", split), ("NT", nt), ("G", groups), ("T", out_dtype)],
+        grid=(tiles * 32 * split, -(-M // (8 * nt)), 1),
+        threadgroup=(32 * split, 1, 1),
+        output_shapes=[(M, N)],
+        output_dtypes=[out_dtype],
+    )[0]
+
+
+def gate_up(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
+    """The clamped, weighted SwiGLU of every (row, slot) pair: bfloat16 [rows, slots, N]."""
+    slots, N = chosen.shape[1], gate["codes"].shape[-2]
+    split, tiles = 4, -(-N // 16)
+    few = chosen.shape[0] <= FEW_ROWS and chosen.size <= FEW_PAIRS
+    template = [("F", FORMATS[format]), ("S", split), ("SLOTS", slots), ("NT", 1 if few else 4)]
+    template.append(("LIMIT_BITS", int(np.float32(limit).view(np.int32))))
+    lists = [chosen.reshape(-1)] if few else list(by_expert(chosen, gate["codes"].shape[0]))
+    kernel = _gate_up_few if few else _gate_up_many
+    return kernel(
+        inputs=[x, *_planes(gate), *_planes(up), *lists, weights.reshape(-1)],
+        template=template,
+        grid=(tiles * 32 * split, chosen.size if few else gate["codes"].shape[0], 1),
+        threadgroup=(32 * split, 1, 1),
+        output_shapes=[(*chosen.shape, N)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def down(a, format, planes, chosen, shared) -> mx.array:
+    """The experts' outputs of a [rows, slots, K], each rounded, summed over slots and added to `shared`: [rows, N]."""
+    rows, slots, K = a.shape
+    N, E = planes["codes"].shape[-2], planes["codes"].shape[0]
+    tiles = -(-N // 16)
+    few = rows <= FEW_ROWS and chosen.size <= FEW_PAIRS
+    template = [("F", FORMATS[format])]
+    flat = a.reshape(-1, K)
+    if few:
+        warps = 8
+        return _down_few(
+            inputs=[flat, *_planes(planes), chosen.reshape(-1), flat if shared is None else shared],
+            template=[*template, ("S", warps), ("SLOTS", slots), ("SHARED", shared is not None)],
+            grid=(tiles * 32 * warps, 1, 1),
+            threadgroup=(32 * warps, 1, 1),
+            output_shapes=[(rows, N)],
+            output_dtypes=[mx.bfloat16],
+        )[0]
+    warps = 4
+    y = _down_many(
+        inputs=[flat, *_planes(planes), *by_expert(chosen, E)],
+        template=[*template, ("S", warps), ("NT", 4)],
+        grid=(-(-tiles // warps) * 32 * warps, E, 1),
+        threadgroup=(32 * warps, 1, 1),
+        output_shapes=[(rows, slots, N)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+    total = y[:, 0].astype(mx.float32)
+    for slot in range(1, slots):
+        total = total + y[:, slot].astype(mx.float32)
+    return (total if shared is None else total + shared.astype(mx.float32)).astype(mx.bfloat16)
+
+
+def by_expert(chosen: mx.array, experts: int) -> tuple[mx.array, mx.array]:
+    """Pairs sorted by expert, int32 [P], and where each expert's begin, int32 [E + 1]; nothing is asked of the host."""
+    flat = chosen.reshape(-1)
+    order = mx.argsort(flat).astype(mx.int32)
+    counts = (flat[:, None] == mx.arange(experts, dtype=flat.dtype)).sum(axis=0)
+    return order, mx.concatenate([mx.zeros((1,), dtype=mx.int32), mx.cumsum(counts).astype(mx.int32)])
+
+
+def _planes(planes: dict[str, mx.array]) -> list[mx.array]:
+    return [planes["codes"], planes["scales"], planes.get("supers", planes["scales"])]
+
+
+def _unit(format: str) -> int:
+    return 256 if format in ("Q4_K", "Q2_K", "IQ2_XXS") else 128
+
+
+def _split(tiles: int, units: int) -> int:
+    """Warps that share 16 rows: enough of them for the card, each with work; depends on the weight alone."""
+    split = 1
+    while split < 8 and split * 2 <= units and tiles * split < 24 * _SMS:
+        split *= 2
+    return split

@@ -1,0 +1,183 @@
+"""The translated text and the prelude, compiled by nvcc to PTX (nothing is run)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_ds4.custom_kernels._case import all_cases
+from mlx_ds4.custom_kernels._kernel import Kernel, Launch, trace, watch_launches
+from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
+
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc here: install the CUDA toolkit to compile the text")
+
+# What MLX puts in front of a kernel's header, as far as translated texts use it.
+MLX = """
+#include <cstdint>
+#include <cooperative_groups.h>
+#include <cuda/std/array>
+#include "mlx/backend/cuda/device/config.h"
+namespace mlx::core::cu {
+using Shape = cuda::std::array<int32_t, MAX_NDIM>;
+using Strides = cuda::std::array<int64_t, MAX_NDIM>;
+}
+"""
+CUDA_NAMES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.bool_: "bool",
+    **{getattr(mx, f"{sign}int{bits}"): f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+
+# Every name of the prelude, used once. The body is Metal.
+ALL_NAMES_HEADER = """
+#include <metal_stdlib>
+using namespace metal;
+MSL_TABLE(uchar, magnitudes, 4) = {1, 2, 3, 4};
+constexpr constant uint step = 2u;
+struct block { half d; uchar q[32]; };
+template <typename P>
+inline float first(P p, uint i) { return float(p[i]) + float(magnitudes[i & 3u]) * float(step); }
+METAL_FUNC void sum(threadgroup float* a, thread float& b, const device block* c) {
+    b = a[0] + float(c->d) + float(c->q[1]);
+}
+"""
+ALL_NAMES_BODY = """
+    threadgroup float shared_values[64];
+    threadgroup atomic_uint histogram[8];
+    uint3 at = thread_position_in_grid, in = thread_position_in_threadgroup, group = threadgroup_position_in_grid;
+    uint3 size = threads_per_threadgroup, groups = threadgroups_per_grid, all = threads_per_grid;
+    uint lane = thread_index_in_simdgroup + threads_per_simdgroup * simdgroup_index_in_threadgroup;
+    uint flat = thread_index_in_threadgroup, count = simdgroups_per_threadgroup;
+    const device T* px = x + elem_to_loc(flat, x_shape, x_strides, x_ndim);
+    float r = first(px, at.x + in.y + group.z + size.x + groups.x + all.x + lane + count);
+    shared_values[flat] = r;
+    threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    sum(shared_values, r, (const device block*)q);
+    float f = simd_sum(r) + simd_product(r) + simd_max(r) + simd_min(r) + simd_shuffle(r, 1) + simd_broadcast(r, 2)
+        + simd_broadcast_first(r) + simd_shuffle_xor(r, 4) + simd_shuffle_down(r, 1) + simd_shuffle_up(r, 1)
+        + simd_prefix_inclusive_sum(r) + simd_prefix_exclusive_sum(r) + simd_prefix_inclusive_product(r)
+        + simd_prefix_exclusive_product(r);
+    uint u = simd_or(lane) + simd_and(lane) + simd_xor(lane) + simd_sum(lane);
+    u += uint(simd_any(lane > 3u)) + uint(simd_all(lane > 3u));
+    simd_vote::vote_t vote = (simd_vote::vote_t)simd_ballot(lane > 3u);
+    u += metal::popcount(uint(vote)) + metal::clz(u) + metal::ctz(u) + metal::reverse_bits(u) + metal::mulhi(u, u);
+    u += metal::rotate(u, 3u) + metal::extract_bits(u, 1u, 3u) + as_type<uint>(f) + uint(simd_ballot(true).all());
+    atomic_store_explicit(&histogram[flat & 7u], 0u, memory_order_relaxed);
+    u += atomic_fetch_add_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_fetch_sub_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_fetch_max_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_fetch_min_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_fetch_or_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_fetch_and_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_fetch_xor_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_exchange_explicit(&histogram[0], 1u, memory_order_relaxed);
+    u += atomic_load_explicit(&histogram[0], memory_order_relaxed);
+    uint old = 1u;
+    u += uint(atomic_compare_exchange_weak_explicit(
+        &histogram[0], &old, 2u, memory_order_relaxed, memory_order_relaxed));
+    float4 a = float4(1.0f, 2.0f, 3.0f, 4.0f), b = float4(float2(r, f), float2(r)), c = (a + b) * 2.0f - -a / b;
+    c += a; c *= b; c[1] = a.y;
+    uint4 v = (uint4(u) >> 4u) & 15u, w = v | (v << 2u) ^ v;
+    uchar4 bytes = uchar4(uchar(1), uchar(2), uchar(3), uchar(4));
+    half4 h = half4(c); half2 h2 = half2(half(r)); float3 p3 = float3(1.0f); int4 i4 = int4(3); bfloat4 b4 = bfloat4(c);
+    f += metal::dot(a, c) + float(h.x + h2.y) + p3.z + float(i4.w) + float(b4.x) + float(bytes.w) + float(w.x);
+    f += metal::exp(f) + metal::precise::exp(f) + metal::fast::exp(f) + metal::exp2(f) + metal::log(f) + metal::log2(f)
+        + metal::sqrt(f) + metal::rsqrt(f) + metal::precise::rsqrt(f) + metal::sin(f) + metal::cos(f) + metal::tanh(f)
+        + metal::floor(f) + metal::ceil(f) + metal::round(f) + metal::rint(f) + metal::trunc(f) + metal::fabs(f)
+        + metal::abs(f) + metal::pow(f, 2.0f) + metal::fmod(f, 2.0f) + metal::copysign(f, r) + metal::atan2(f, r)
+        + metal::fma(f, f, f) + metal::ldexp(f, 2) + metal::sign(f) + metal::saturate(f) + metal::mix(f, r, 0.5f)
+        + metal::min(f, r) + metal::max(f, r) + metal::clamp(f, 0.0f, 1.0f) + metal::select(f, r, f > r);
+    f += float(metal::min(u, 3u)) + float(metal::max(int(u), 3));
+    f += float(metal::clamp(u, 1u, 2u)) + float(metal::abs(int(u)));
+    f += float(metal::exp(half(f))) + float(metal::max(bfloat(f), bfloat(r)));
+    f += float(metal::isnan(f) || metal::isinf(f) || metal::isfinite(f) || metal::signbit(f));
+    f += metal::min(f, FLT_MAX) + (f < INFINITY ? 1.0f : 0.0f);
+    simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(0.0f), n;
+    simdgroup_load(m, shared_values, 8); simdgroup_load(n, shared_values, 8, ulong2(0, 1), true);
+    simdgroup_multiply_accumulate(m, m, n, m); simdgroup_multiply(n, m, m); simdgroup_store(m, shared_values, 8);
+    f += m.thread_elements()[0];
+    y[flat] = T(f + float(u));
+"""
+
+
+def compile_cuda(texts: list[str], folder: Path) -> str:
+    """nvcc's complaint about these kernels in one file, or ""."""
+    source = folder / "kernels.cu"
+    source.write_text("\n".join(texts))
+    cuda = Path(NVCC).resolve().parent.parent
+    include = [Path(mx.__file__).parent / "include", cuda / "include" / "cccl", cuda / "include"]
+    command = [NVCC, "-ptx", "-arch=sm_90a", "-std=c++17", "--expt-relaxed-constexpr", "-w"]
+    command += [f"-I{p}" for p in include] + ["-o", str(folder / "kernels.ptx"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return "" if result.returncode == 0 else result.stdout + result.stderr
+
+
+def function(kernel: Kernel, launch: Launch, name: str, body: str) -> str:
+    """The function that MLX writes around a body."""
+    parameters = []
+    for n, x in zip(kernel.input_names, launch.inputs, strict=True):
+        parameters.append(f"const {CUDA_NAMES[x.dtype]}* {n}")
+        for suffix, kind in (("shape", "Shape"), ("strides", "Strides"), ("ndim", "int")):
+            if f"{n}_{suffix}" in body:
+                parameters.append(f"const __grid_constant__ {kind} {n}_{suffix}")
+    outputs = zip(kernel.output_names, launch.call["output_dtypes"], strict=True)
+    parameters += [f"{CUDA_NAMES[d]}* {n}" for n, d in outputs]
+    values = ""
+    for n, v in launch.call["template"]:
+        if isinstance(v, mx.Dtype):
+            values += f"using {n} = {CUDA_NAMES[v]};\n"
+        else:
+            values += f"constexpr {'bool' if isinstance(v, bool) else 'int'} {n} = {str(v).lower()};\n"
+    arguments = ", ".join(parameters)
+    return f"namespace mlx::core::cu {{ __global__ void {name}({arguments}) {{\n{values}{body}\n}} }}\n"
+
+
+def all_names() -> list[str]:
+    """Every name of the prelude in three functions, after the header that they share."""
+    kernel = Kernel("test_all_names", ["x", "q"], ["y"], ALL_NAMES_BODY, ALL_NAMES_HEADER, exact=True, family="test")
+    texts = [translate_header(kernel.header)]
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        call = {"output_dtypes": [dtype], "template": [("T", dtype), ("N", 3), ("FLAG", True)]}
+        launch = Launch(kernel, [mx.zeros((4, 4), dtype), mx.zeros((68,), mx.uint8)], call, [])
+        texts.append(function(kernel, launch, f"k{len(texts)}", translate_body(kernel.source)))
+    return texts
+
+
+def test_a_fault_is_reported(tmp_path):
+    assert compile_cuda(["__global__ void k(float* y) { *y = 1.0f; }"], tmp_path) == ""
+    assert "error" in compile_cuda(["__global__ void k(float* y) { y = 1.0f; }"], tmp_path)
+
+
+def test_every_name_and_every_kernel(tmp_path):
+    """The prelude's names, and one instance for each kernel and set of types."""
+    launches: list[Launch] = []
+    rng = np.random.default_rng(0)
+
+    def run():
+        for case in all_cases():
+            if not case.large:
+                case.fn(*case.inputs(rng))
+
+    with watch_launches(launches.append):
+        trace(run)
+    kinds = {(x.kernel.name, *(i.dtype for i in x.inputs)): x for x in launches}
+    shared, own = [MLX, *all_names()], []
+    for i, launch in enumerate(kinds.values()):
+        head, body = launch.kernel.cuda_text()
+        text = function(launch.kernel, launch, f"k{i}", body)
+        if launch.kernel.cuda_source is not None:
+            own.append([MLX, head, text])
+        else:  # each in a namespace of its own, where helpers of one name do not meet
+            head = head.removeprefix(prelude())
+            shared.append(f"namespace n{i} {{\nusing namespace ::mlx::core::cu;\n{head}\n{text}\n}}")
+    for texts in [shared, *own]:
+        assert compile_cuda(texts, tmp_path) == ""
