@@ -9,7 +9,7 @@
 constexpr uint32_t LANES = 32;
 constexpr uint32_t MAX_THREADS = 1024;
 constexpr size_t STACK_SIZE = 64 * 1024;
-constexpr size_t GUARD_SIZE = 4096;
+constexpr size_t GUARD_SIZE = 1 << 20;  // address space only; a frame larger than this would jump over it
 #define TOO_MUCH_STACK "the local variables of a thread need more than 64 KB"
 
 enum class Wait : uint8_t { NOTHING, SIMD, SIMDGROUP_BARRIER, THREADGROUP_BARRIER, RETURNED };
@@ -17,7 +17,7 @@ enum class Wait : uint8_t { NOTHING, SIMD, SIMDGROUP_BARRIER, THREADGROUP_BARRIE
 // One GPU thread, run as a fiber.
 struct Thread {
   void* stack_pointer;
-  uint8_t* stack;  // STACK_SIZE bytes above a guard page
+  uint8_t* stack;  // STACK_SIZE bytes above the guard
   msl_context context;
   Wait wait;
   uint8_t parity;        // which of two sets of exchange slots the next simd operation uses
