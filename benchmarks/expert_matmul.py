@@ -14,17 +14,15 @@ import json
 import mlx.core as mx
 from quant_matmul import copy_rate, device, nbytes, random_planes, rows_of, seconds
 
-from mlx_ds4.custom_kernels import _quant_cuda as cuda
-from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu_ref
+from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu_ref, expert_down, expert_swiglu
 from mlx_ds4.formats.planes import dequantize
 
 LIMIT = 10.0
 
 
 def layer(x, gate, up, down, chosen, weights):
-    (g, gp), (_, up_planes), (d, dp) = gate, up, down
-    a = cuda.gate_up(x, g, gp, up_planes, chosen, weights, LIMIT)
-    return a, cuda.down(a, d, dp, chosen, None)
+    a = expert_swiglu(x, gate, up, chosen, weights, limit=LIMIT)
+    return a, expert_down(a, down, chosen)
 
 
 def reference(x, gate, up, down, chosen, weights):
@@ -78,7 +76,7 @@ def time_recipe(gu: str, dn: str, copy: float, peers: dict) -> None:
     expert_bytes = sum(nbytes(p) for _, p in (gate, up, down)) / E
     for rows in (1, 6, 2048):
         few = rows < 100
-        launches = 24 if few else 3
+        launches = 96 if few else 3
         xs = [(x, *routed(rows, E, slots, 10 * i)) for i, x in enumerate(rows_of(rows, C, launches))]
         weights = [(gate[1], up[1], down[1])]
 
@@ -88,12 +86,14 @@ def time_recipe(gu: str, dn: str, copy: float, peers: dict) -> None:
         t = seconds(whole, xs, weights)
         parts = {}
         if few:
-            parts["gate_up_us"] = seconds(lambda x, w: cuda.gate_up(x[0], gu, w[0], w[1], *x[1:], LIMIT), xs, weights)
+            parts["gate_up_us"] = seconds(
+                lambda x, w: expert_swiglu(x[0], (gu, w[0]), (gu, w[1]), *x[1:], limit=LIMIT), xs, weights
+            )
             a = [
                 (mx.random.normal((rows, slots, F), key=mx.random.key(i)).astype(mx.bfloat16), x[1])
                 for i, x in enumerate(xs)
             ]
-            parts["down_us"] = seconds(lambda a, w: cuda.down(a[0], dn, w[2], a[1], None), a, weights)
+            parts["down_us"] = seconds(lambda a, w: expert_down(a[0], (dn, w[2]), a[1]), a, weights)
         routes = [x[1:] for x in xs]
         read = expert_bytes * sum(len(set(r[0].reshape(-1).tolist())) for r in routes) / len(routes)
         record = {
@@ -148,7 +148,7 @@ def peer_times() -> dict[int, float]:
 
     times = {}
     for rows in (1, 6, 2048):
-        xs = [(x, *routed(rows, E, slots, 10 * i)) for i, x in enumerate(rows_of(rows, C, 24 if rows < 100 else 1))]
+        xs = [(x, *routed(rows, E, slots, 10 * i)) for i, x in enumerate(rows_of(rows, C, 96 if rows < 100 else 1))]
         run = few if rows < 100 else many
         try:
             times[rows] = seconds(lambda x, w, run=run: run(w, *x), xs, [(w1, w3, w2)])

@@ -1,11 +1,11 @@
 """CUDA bodies of the quantized products: tensor cores, one code path for one row, a few rows and many.
 
 The portable Metal text runs on CUDA too, but there six rows cost six times the multiply-adds. These kernels (header
-`_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that depends on
-the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
+`_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that
+depends on the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
 
-Estimate: bytes are the planes once plus activations from cache; per weight about 2 integer operations (Q8_0), 3 (MXFP4, Q2_K),
-2 (IQ2_XXS), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
+Estimate: bytes are the planes once plus activations from cache; per weight about 2 integer operations (Q8_0, IQ2_XXS)
+or 3 (MXFP4, Q2_K), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 from ._kernel import Kernel
-from ._octet import iq2_words
+from ._octet import FORMAT_IDS, ceil_div, iq2_words
 
-FORMATS = {"Q8_0": 0, "Q4_K": 1, "Q2_K": 2, "IQ2_XXS": 3, "MXFP4": 4, "FP8": 5}
+_SHORT_UNITS = ("Q8_0", "MXFP4", "FP8")  # the others come in blocks of 256 columns
 _SMS = 132
-# Rows of activations up to which the decode forms of the expert kernels are used; pairs bound their lists.
-FEW_ROWS, FEW_PAIRS = 8, 64
+_GATE_UP_SPLIT = 2
+_DOWN_WARPS = 4
 
 _HEADER = (
     "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
     f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
+    + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
     + (Path(__file__).parent / "_quant_mma.h").read_text()
 )
 
@@ -53,11 +54,11 @@ _DENSE_SOURCE = (
     Rows<NT> rows;
     for (int i = 0; i < NT; i++) {
       const int n = first + 8 * i + g;
-      rows.p[i] = n < M ? (const bf16*)x + (size_t)n * G * K + (size_t)(16 * tile / (N / G)) * K : nullptr;
+      rows.p[i] = (const bf16*)x + (size_t)min(n, M - 1) * G * K + (size_t)(16 * tile / (N / G)) * K;
     }
     float acc[NT][4];
     clear(acc);
-    product<F, NT>(acc, w, 0, tile, N, K, rows, warp, S, grid_s);
+    product<F, NT>(acc, w, 0, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
     if (S > 1) {
       for (int i = 0; i < NT; i++)
         for (int c = 0; c < 4; c++) part[(warp * NT + i) * 128 + 32 * c + lane] = acc[i][c];
@@ -79,12 +80,12 @@ _DENSE_SOURCE = (
 
 # Both expert bodies: the pairs (row, slot) that chose an expert are the columns of one tile.
 _FEW_PAIRS = """
-    // The pairs, at most 64, that chose expert e, as a bit mask in every warp.
+    // At most 64 pairs: every warp holds all choices, two a lane, and knows the pairs of an expert as a bit mask.
+    const int P = chosen_shape[0];
+    const int choice = lane < P ? chosen[lane] : -1, choice2 = lane + 32 < P ? chosen[lane + 32] : -1;
+    auto expert_of = [&](int q) { return __shfl_sync(~0u, q < 32 ? choice : choice2, q & 31); };
     auto chosen_by = [&](int e) {
-      const int P = chosen_shape[0];
-      unsigned low = __ballot_sync(~0u, lane < P && chosen[lane] == e);
-      unsigned high = __ballot_sync(~0u, lane + 32 < P && chosen[lane + 32] == e);
-      return (unsigned long long)high << 32 | low;
+      return (unsigned long long)__ballot_sync(~0u, choice2 == e) << 32 | __ballot_sync(~0u, choice == e);
     };
     auto pair_of = [](unsigned long long mask, int column) {
       for (int i = 0; i < column; i++) mask &= mask - 1;
@@ -96,8 +97,8 @@ _GATE_UP_MAIN = """
     float up[NT][4], gate[NT][4];
     clear(gate);
     clear(up);
-    product<F, NT>(gate, w1, (size_t)expert * N, tile, N, K, rows, warp, S, grid_s);
-    product<F, NT>(up, w3, (size_t)expert * N, tile, N, K, rows, warp, S, grid_s);
+    product<F, NT>(gate, w1, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
+    product<F, NT>(up, w3, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
     for (int i = 0; i < NT; i++)
       for (int c = 0; c < 4; c++) {
         part[(warp * NT + i) * 128 + 32 * c + lane] = gate[i][c];
@@ -105,7 +106,7 @@ _GATE_UP_MAIN = """
       }
     __syncthreads();
     for (int e = threadIdx.x; e < NT * 128; e += 32 * S) {
-      const int i = e / 128, c = e / 32 % 4, n = 8 * i + 2 * (e & 3) + (c & 1), r = 16 * tile + (e % 32 >> 2) + 8 * (c >> 1);
+      const int i = e / 128, c = e / 32 % 4, n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
       float a = 0.f, b = 0.f;
       for (int s = 0; s < S; s++) {
         a += part[s * NT * 128 + e];
@@ -135,11 +136,11 @@ _GATE_UP_FEW_SOURCE = (
     + _EXPERT_PLANES
     + """
     const float LIMIT = __int_as_float(LIMIT_BITS);
-    const int pair = blockIdx.y, expert = chosen[pair];
+    const int pair = blockIdx.y, expert = expert_of(pair);
     const unsigned long long mask = chosen_by(expert);
     if (mask & ((1ull << pair) - 1)) return;
     const int count = __popcll(mask);
-    rows.p[0] = g < count ? (const bf16*)x + (size_t)(pair_of(mask, g) / SLOTS) * K : nullptr;
+    rows.p[0] = (const bf16*)x + (size_t)(pair_of(mask, min(g, count - 1)) / SLOTS) * K;
 #define PAIR(n) pair_of(mask, n)
 """
     + _GATE_UP_MAIN
@@ -157,7 +158,7 @@ _GATE_UP_MANY_SOURCE = (
     for (int at = begin; at < end; at += 8 * NT) {
     const int count = min(8 * NT, end - at);
     for (int i = 0; i < NT; i++)
-      rows.p[i] = 8 * i + g < count ? (const bf16*)x + (size_t)(order[at + 8 * i + g] / SLOTS) * K : nullptr;
+      rows.p[i] = (const bf16*)x + (size_t)(order[at + min(8 * i + g, count - 1)] / SLOTS) * K;
 #define PAIR(n) order[at + n]
 """
     + _GATE_UP_MAIN
@@ -169,36 +170,45 @@ _GATE_UP_MANY_SOURCE = (
 
 _DOWN_FEW_SOURCE = (
     """
-    // Block: 16 output rows of all distinct experts, one expert a warp at a time, then the sum over each row's slots.
+    // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round
+    // the warps. Then the halves are added, rounded, and summed over each row's slots.
 """
     + _PROLOGUE
     + _FEW_PAIRS
     + """
-    __shared__ float part[64][16];
+    __shared__ float part[2][64][16];
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
-    const int tile = blockIdx.x, P = chosen_shape[0], K = x_shape[1], N = codes_shape[1];
-    int distinct = 0;
+    const int tile = blockIdx.x, K = x_shape[1], N = codes_shape[1];
+    const int units = K / Weight<F>::UNIT, half = (units + 1) / 2;
+    int task = 0;
     for (int q = 0; q < P; q++) {
-      const int expert = chosen[q];
+      const int expert = expert_of(q);
       const unsigned long long mask = chosen_by(expert);
-      if (mask & ((1ull << q) - 1) || distinct++ % S != warp) continue;
+      if (mask & ((1ull << q) - 1)) continue;  // an earlier pair chose the same
       const int count = __popcll(mask);
-      Rows<1> rows;
-      rows.p[0] = g < count ? (const bf16*)x + (size_t)pair_of(mask, g) * K : nullptr;
-      float acc[1][4];
-      clear(acc);
-      product<F, 1>(acc, w, (size_t)expert * N, tile, N, K, rows, 0, 1, grid_s);
-      for (int c = 0; c < 4; c++) {
-        const int n = 2 * t + (c & 1);
-        if (n < count) part[pair_of(mask, n)][g + 8 * (c >> 1)] = round_bf16(acc[0][c]);
+      for (int side = 0; side < 2; side++) {
+        if (task++ % S != warp) continue;
+        Rows<1> rows;
+        rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;
+        float acc[1][4];
+        clear(acc);
+        product<F, 1>(
+            acc, w, (size_t)expert * N, tile, N, K, rows, side ? half : 0, 1, side ? units : half, grid_s);
+        for (int c = 0; c < 4; c++) {
+          const int n = 2 * t + (c & 1);
+          if (n < count) part[side][pair_of(mask, n)][g + 8 * (c >> 1)] = acc[0][c];
+        }
       }
     }
     __syncthreads();
     for (int e = threadIdx.x; e < P / SLOTS * 16; e += 32 * S) {
       const int n = e / 16, r = 16 * tile + e % 16;
       if (r >= N) continue;
-      float sum = part[n * SLOTS][e % 16];
-      for (int s = 1; s < SLOTS; s++) sum += part[n * SLOTS + s][e % 16];
+      float sum = 0.f;
+      for (int s = 0; s < SLOTS; s++) {
+        const int pair = n * SLOTS + s;
+        sum += round_bf16(part[0][pair][e % 16] + part[1][pair][e % 16]);
+      }
       if (SHARED) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + r]);
       y[(size_t)n * N + r] = bf16(sum);
     }
@@ -213,20 +223,22 @@ _DOWN_MANY_SOURCE = (
     + """
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
     const int tile = blockIdx.x * S + warp, expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
-    const int K = x_shape[1], N = codes_shape[1];
+    const int K = x_shape[1], N = codes_shape[1], units = K / Weight<F>::UNIT, half = (units + 1) / 2;
     if (16 * tile >= N) return;
     for (int at = begin; at < end; at += 8 * NT) {
       const int count = min(8 * NT, end - at);
       Rows<NT> rows;
       for (int i = 0; i < NT; i++)
-        rows.p[i] = 8 * i + g < count ? (const bf16*)x + (size_t)order[at + 8 * i + g] * K : nullptr;
-      float acc[NT][4];
+        rows.p[i] = (const bf16*)x + (size_t)order[at + min(8 * i + g, count - 1)] * K;
+      float acc[NT][4], second[NT][4];
       clear(acc);
-      product<F, NT>(acc, w, (size_t)expert * N, tile, N, K, rows, 0, 1, grid_s);
+      clear(second);
+      product<F, NT>(acc, w, (size_t)expert * N, tile, N, K, rows, 0, 1, half, grid_s);
+      product<F, NT>(second, w, (size_t)expert * N, tile, N, K, rows, half, 1, units, grid_s);
       for (int i = 0; i < NT; i++)
         for (int c = 0; c < 4; c++) {
           const int n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
-          if (n < count && r < N) y[(size_t)order[at + n] * N + r] = bf16(acc[i][c]);
+          if (n < count && r < N) y[(size_t)order[at + n] * N + r] = bf16(acc[i][c] + second[i][c]);
         }
     }
 """
@@ -251,99 +263,81 @@ _down_few = _kernel("expert_down_few_mma", ["x", *_ONE, "chosen", "shared"], _DO
 _down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_MANY_SOURCE, "expert_matmul")
 
 
-def supported(format: str, width: int) -> bool:
-    """Whether the tensor-core kernels take rows of this width in this format."""
-    return width % (256 if format in ("Q4_K", "Q2_K", "IQ2_XXS") else 32) == 0
+def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:
+    """Whether the tensor-core kernels take x against a weight of this format and width; groups are whole tiles."""
+    return x.dtype == mx.bfloat16 and width % (128 if format in _SHORT_UNITS else 256) == 0 and rows_of_weight % 16 == 0
 
 
 def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int, out_dtype: mx.Dtype) -> mx.array:
     """x bfloat16 [M, groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [M, N]."""
-    M, N = x.shape[0], planes["codes"].shape[-2]
-    K = x.shape[1] // groups
-    tiles = -(-N // 16)
-    split = _split(tiles, -(-K // _unit(format)))
+    M, N = x.shape[0], planes["codes"].shape[0]
+    tiles = ceil_div(N, 16)
+    split = _split(tiles, x.shape[1] // groups // 128)
     nt = 1 if M <= 8 else 4
     return _dense(
         inputs=[x, *_planes(planes)],
-        template=[("F", FORMATS[format]), ("S", split), ("NT", nt), ("G", groups), ("T", out_dtype)],
-        grid=(tiles * 32 * split, -(-M // (8 * nt)), 1),
+        template=[("F", FORMAT_IDS[format]), ("S", split), ("NT", nt), ("G", groups), ("T", out_dtype)],
+        grid=(tiles * 32 * split, ceil_div(M, 8 * nt), 1),
         threadgroup=(32 * split, 1, 1),
         output_shapes=[(M, N)],
         output_dtypes=[out_dtype],
     )[0]
 
 
-def gate_up(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
-    """The clamped, weighted SwiGLU of every (row, slot) pair: bfloat16 [rows, slots, N]."""
-    slots, N = chosen.shape[1], gate["codes"].shape[-2]
-    split, tiles = 4, -(-N // 16)
-    few = chosen.shape[0] <= FEW_ROWS and chosen.size <= FEW_PAIRS
-    template = [("F", FORMATS[format]), ("S", split), ("SLOTS", slots), ("NT", 1 if few else 4)]
-    template.append(("LIMIT_BITS", int(np.float32(limit).view(np.int32))))
-    lists = [chosen.reshape(-1)] if few else list(by_expert(chosen, gate["codes"].shape[0]))
-    kernel = _gate_up_few if few else _gate_up_many
+def gate_up(x, format, gate, up, chosen, weights, limit: float, sorted_pairs=None) -> mx.array:
+    """The clamped, weighted SwiGLU of every (row, slot) pair: bfloat16 [rows, slots, F].
+
+    `sorted_pairs` (order, starts) as `expert_matmul` plans them for many rows; None: few rows, at most 64 pairs.
+    """
+    E, F, _ = gate["codes"].shape
+    few = sorted_pairs is None
+    kernel, lists = (_gate_up_few, [chosen.reshape(-1)]) if few else (_gate_up_many, sorted_pairs)
+    template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1 if few else 4}
+    template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
     return kernel(
         inputs=[x, *_planes(gate), *_planes(up), *lists, weights.reshape(-1)],
-        template=template,
-        grid=(tiles * 32 * split, chosen.size if few else gate["codes"].shape[0], 1),
-        threadgroup=(32 * split, 1, 1),
-        output_shapes=[(*chosen.shape, N)],
+        template=list(template.items()),
+        grid=(ceil_div(F, 16) * 32 * _GATE_UP_SPLIT, chosen.size if few else E, 1),
+        threadgroup=(32 * _GATE_UP_SPLIT, 1, 1),
+        output_shapes=[(*chosen.shape, F)],
         output_dtypes=[mx.bfloat16],
     )[0]
 
 
-def down(a, format, planes, chosen, shared) -> mx.array:
-    """The experts' outputs of a [rows, slots, K], each rounded, summed over slots and added to `shared`: [rows, N]."""
-    rows, slots, K = a.shape
-    N, E = planes["codes"].shape[-2], planes["codes"].shape[0]
-    tiles = -(-N // 16)
-    few = rows <= FEW_ROWS and chosen.size <= FEW_PAIRS
-    template = [("F", FORMATS[format])]
-    flat = a.reshape(-1, K)
-    if few:
-        warps = 8
-        return _down_few(
-            inputs=[flat, *_planes(planes), chosen.reshape(-1), flat if shared is None else shared],
-            template=[*template, ("S", warps), ("SLOTS", slots), ("SHARED", shared is not None)],
-            grid=(tiles * 32 * warps, 1, 1),
-            threadgroup=(32 * warps, 1, 1),
-            output_shapes=[(rows, N)],
-            output_dtypes=[mx.bfloat16],
-        )[0]
-    warps = 4
-    y = _down_many(
-        inputs=[flat, *_planes(planes), *by_expert(chosen, E)],
-        template=[*template, ("S", warps), ("NT", 4)],
-        grid=(-(-tiles // warps) * 32 * warps, E, 1),
+def down_few(a, format, planes, chosen, shared) -> mx.array:
+    """The experts' outputs of a [rows, slots, F], each rounded, summed over slots and added to `shared`: [rows, C]."""
+    rows, slots, F = a.shape
+    C, flat = planes["codes"].shape[1], a.reshape(-1, F)
+    return _down_few(
+        inputs=[flat, *_planes(planes), chosen.reshape(-1), flat if shared is None else shared],
+        template=[("F", FORMAT_IDS[format]), ("S", _DOWN_WARPS), ("SLOTS", slots), ("SHARED", shared is not None)],
+        grid=(ceil_div(C, 16) * 32 * _DOWN_WARPS, 1, 1),
+        threadgroup=(32 * _DOWN_WARPS, 1, 1),
+        output_shapes=[(rows, C)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def down_many(a, format, planes, sorted_pairs) -> mx.array:
+    """The experts' outputs of every pair, rounded: a [rows, slots, F] -> bfloat16 [rows, slots, C]."""
+    (E, C, _), warps = planes["codes"].shape, 4
+    return _down_many(
+        inputs=[a.reshape(-1, a.shape[-1]), *_planes(planes), *sorted_pairs],
+        template=[("F", FORMAT_IDS[format]), ("S", warps), ("NT", 4)],
+        grid=(ceil_div(ceil_div(C, 16), warps) * 32 * warps, E, 1),
         threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(rows, slots, N)],
+        output_shapes=[(*a.shape[:2], C)],
         output_dtypes=[mx.bfloat16],
     )[0]
-    total = y[:, 0].astype(mx.float32)
-    for slot in range(1, slots):
-        total = total + y[:, slot].astype(mx.float32)
-    return (total if shared is None else total + shared.astype(mx.float32)).astype(mx.bfloat16)
-
-
-def by_expert(chosen: mx.array, experts: int) -> tuple[mx.array, mx.array]:
-    """Pairs sorted by expert, int32 [P], and where each expert's begin, int32 [E + 1]; nothing is asked of the host."""
-    flat = chosen.reshape(-1)
-    order = mx.argsort(flat).astype(mx.int32)
-    counts = (flat[:, None] == mx.arange(experts, dtype=flat.dtype)).sum(axis=0)
-    return order, mx.concatenate([mx.zeros((1,), dtype=mx.int32), mx.cumsum(counts).astype(mx.int32)])
 
 
 def _planes(planes: dict[str, mx.array]) -> list[mx.array]:
     return [planes["codes"], planes["scales"], planes.get("supers", planes["scales"])]
 
 
-def _unit(format: str) -> int:
-    return 256 if format in ("Q4_K", "Q2_K", "IQ2_XXS") else 128
-
-
 def _split(tiles: int, units: int) -> int:
     """Warps that share 16 rows: enough of them for the card, each with work; depends on the weight alone."""
     split = 1
-    while split < 8 and split * 2 <= units and tiles * split < 24 * _SMS:
+    while split < 8 and split * 4 <= units and tiles * split < 16 * _SMS:
         split *= 2
     return split

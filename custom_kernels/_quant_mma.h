@@ -13,7 +13,7 @@ namespace ds4 {
 typedef unsigned int u32;
 typedef __nv_bfloat16 bf16;
 
-enum { Q8_0 = 0, Q4_K = 1, Q2_K = 2, IQ2_XXS = 3, MXFP4 = 4, FP8 = 5 };
+enum { Q8_0 = DS4_Q8_0, Q4_K = DS4_Q4_K, Q2_K = DS4_Q2_K, IQ2_XXS = DS4_IQ2_XXS, MXFP4 = DS4_MXFP4, FP8 = DS4_FP8 };
 
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
   u32 r;
@@ -74,78 +74,81 @@ struct Planes {
   const unsigned char* supers;
 };
 
-// Activation rows of this lane's columns; a missing row reads as zeros.
+// Activation rows of this lane's columns. Columns past the last row repeat a row; their results are not stored.
 template <int NT>
 struct Rows {
   const bf16* p[NT];
-  __device__ __forceinline__ uint4 octet(int i, int column) const {
-    return p[i] ? __ldg((const uint4*)(p[i] + column)) : make_uint4(0, 0, 0, 0);
-  }
+  __device__ __forceinline__ uint4 octet(int i, int column) const { return __ldg((const uint4*)(p[i] + column)); }
 };
 
-// One block of 32 columns: two steps of A against the rows; p += A B.
-template <int NT>
-__device__ __forceinline__ void block32(float (&p)[NT][4], const u32 (&a)[2][4], const Rows<NT>& x, int column) {
-#pragma unroll
-  for (int i = 0; i < NT; i++) {
-    uint4 v = x.octet(i, column);
-    mma(p[i], a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
-    mma(p[i], a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
-  }
+// p = A B for one block of 32 columns: two steps, the first on a zero sum.
+__device__ __forceinline__ void block32(float (&p)[4], const u32 (&a)[2][4], const uint4& v) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(p[0]), "=f"(p[1]), "=f"(p[2]), "=f"(p[3])
+      : "r"(a[0][0]), "r"(a[1][0]), "r"(a[0][1]), "r"(a[1][1]), "r"(v.x), "r"(v.y), "f"(0.f));
+  mma(p, a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
+}
+__device__ __forceinline__ void add_block(float (&p)[4], const u32 (&a)[2][4], const uint4& v) {
+  mma(p, a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
+  mma(p, a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
 }
 template <int NT>
 __device__ __forceinline__ void clear(float (&p)[NT][4]) {
 #pragma unroll
   for (int i = 0; i < NT; i++) p[i][0] = p[i][1] = p[i][2] = p[i][3] = 0.f;
 }
+__device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&p)[4], float s0, float s1) {
+  acc[0] = fmaf(s0, p[0], acc[0]);
+  acc[1] = fmaf(s0, p[1], acc[1]);
+  acc[2] = fmaf(s1, p[2], acc[2]);
+  acc[3] = fmaf(s1, p[3], acc[3]);
+}
+// acc += scales * (A B) for one block and every column tile.
 template <int NT>
-__device__ __forceinline__ void add_scaled(float (&acc)[NT][4], const float (&p)[NT][4], float s0, float s1) {
+__device__ __forceinline__ void scaled_block(
+    float (&acc)[NT][4], const u32 (&a)[2][4], const Rows<NT>& x, int column, float s0, float s1) {
 #pragma unroll
   for (int i = 0; i < NT; i++) {
-    acc[i][0] = fmaf(s0, p[i][0], acc[i][0]);
-    acc[i][1] = fmaf(s0, p[i][1], acc[i][1]);
-    acc[i][2] = fmaf(s1, p[i][2], acc[i][2]);
-    acc[i][3] = fmaf(s1, p[i][3], acc[i][3]);
+    float p[4];
+    block32(p, a, x.octet(i, column));
+    add_scaled(acc[i], p, s0, s1);
   }
 }
 
-// A format: UNIT columns a step; load() issues the reads of a step for both rows, multiply() adds its products.
+// A format: UNIT columns a step, DEPTH steps in flight. load() issues the reads of a step for rows g and g + 8,
+// multiply() adds its products. Widths are whole units.
 template <int F>
 struct Weight;
 
 template <>
 struct Weight<Q8_0> {
-  static constexpr int UNIT = 128;
-  uint2 q[2][4];
-  u32 s[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int blocks, int unit, int t) {
+  static constexpr int UNIT = 128, DEPTH = 3;
+  uint2 q[2][4], s[2];
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        q[r][i] = 4 * unit + i < blocks ? read8(w[r].codes + 128 * unit + 32 * i + 8 * t) : make_uint2(0, 0);
-      s[r] = 4 * unit + t < blocks ? ((const unsigned short*)w[r].scales)[4 * unit + t] : 0;
+      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 8 * t + 32 * i);
+      s[r] = read8(w[r].scales + 8 * unit);
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int blocks, int unit, int t, const uint4*) {
-    const int quad = threadIdx.x & 28;
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      float s0 = half_bits(__shfl_sync(~0u, s[0], quad + i)), s1 = half_bits(__shfl_sync(~0u, s[1], quad + i));
-      if (4 * unit + i >= blocks) break;
       u32 a[2][4];
+      float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         a[r][0] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4140));
         a[r][1] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4342));
         a[r][2] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4140));
         a[r][3] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4342));
+        u32 pair = i < 2 ? s[r].x : s[r].y;
+        scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
       }
-      float p[NT][4];
-      clear(p);
-      block32(p, a, x, 128 * unit + 32 * i + 8 * t);
-      add_scaled(acc, p, s0, s1);
+      scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * i, scale[0], scale[1]);
     }
   }
 };
@@ -153,28 +156,24 @@ struct Weight<Q8_0> {
 // e4m3 codes; one power-of-two scale for each 32x32 tile, so the 16 rows of a warp share it.
 template <>
 struct Weight<FP8> {
-  static constexpr int UNIT = 128;
+  static constexpr int UNIT = 128, DEPTH = 3;
   uint2 q[2][4];
   u32 s;
-  __device__ __forceinline__ void load(const Planes (&w)[2], int blocks, int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        q[r][i] = 4 * unit + i < blocks ? read8(w[r].codes + 128 * unit + 32 * i + 8 * t) : make_uint2(0, 0);
-    s = 4 * unit + t < blocks ? w[0].scales[4 * unit + t] : 0;
+      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 8 * t + 32 * i);
+    s = read4(w[0].scales + 4 * unit);
   }
   // sign, exponent and mantissa moved to bfloat16's places; 2^120 makes up for the exponent bias.
   static __device__ __forceinline__ u32 value(u32 p) {
     return mul2(((p & 0x00800080u) << 8) | ((p & 0x007f007fu) << 4), 0x7b807b80u);
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int blocks, int unit, int t, const uint4*) {
-    const int quad = threadIdx.x & 28;
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      float scale = exp2f((float)__shfl_sync(~0u, s, quad + i) - 127.f);
-      if (4 * unit + i >= blocks) break;
       u32 a[2][4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -183,34 +182,32 @@ struct Weight<FP8> {
         a[r][2] = value(__byte_perm(q[r][i].y, 0, 0x4140));
         a[r][3] = value(__byte_perm(q[r][i].y, 0, 0x4342));
       }
-      float p[NT][4];
-      clear(p);
-      block32(p, a, x, 128 * unit + 32 * i + 8 * t);
-      add_scaled(acc, p, scale, scale);
+      float scale = exp2f((float)((s >> (8 * i)) & 255) - 127.f);
+      scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * i, scale, scale);
     }
   }
 };
 
 template <>
 struct Weight<Q4_K> {
-  static constexpr int UNIT = 256;
+  static constexpr int UNIT = 256, DEPTH = 2;
   uint2 q[2][4];
   u32 s[2][3];
   u32 super[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int blocks, int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 32 * i + 8 * t);
+      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 8 * t + 32 * i);
 #pragma unroll
       for (int i = 0; i < 3; i++) s[r][i] = read4(w[r].scales + 12 * unit + 4 * i);
       super[r] = read4(w[r].supers + 4 * unit);
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int blocks, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
     u32 scale[2][2], low[2][2];  // 6-bit scales and minima of the 8 sub-blocks, one a byte
-    float d[2], dmin[2];
+    float d[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       scale[r][0] = s[r][0] & 0x3f3f3f3fu;
@@ -218,13 +215,12 @@ struct Weight<Q4_K> {
       scale[r][1] = (s[r][2] & 0x0f0f0f0fu) | ((s[r][0] >> 2) & 0x30303030u);
       low[r][1] = ((s[r][2] >> 4) & 0x0f0f0f0fu) | ((s[r][1] >> 2) & 0x30303030u);
       d[r] = half_bits(super[r] & 0xffff);
-      dmin[r] = half_bits(super[r] >> 16);
     }
     float minima[NT][4];
     clear(minima);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      u32 a[2][4], m[2][4];
+      u32 a[2][4], m[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 lo = (q[r][j / 2].x >> (4 * (j & 1))) & 0x0f0f0f0fu, hi = (q[r][j / 2].y >> (4 * (j & 1))) & 0x0f0f0f0fu;
@@ -232,58 +228,57 @@ struct Weight<Q4_K> {
         a[r][1] = high_pair(lo);
         a[r][2] = low_pair(hi);
         a[r][3] = high_pair(hi);
-        m[r][0] = m[r][1] = m[r][2] = m[r][3] = spread(low[r][j / 4], j & 3);
-      }
-      float p[NT][4];
-      clear(p);
-      const int column = 256 * unit + 32 * j + 8 * t;
-#pragma unroll
-      for (int i = 0; i < NT; i++) {
-        uint4 v = x.octet(i, column);
-        mma(p[i], a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
-        mma(minima[i], m[0][0], m[1][0], m[0][1], m[1][1], v.x, v.y);
-        mma(p[i], a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
-        mma(minima[i], m[0][2], m[1][2], m[0][3], m[1][3], v.z, v.w);
+        m[r] = spread(low[r][j / 4], j & 3);
       }
       float s0 = d[0] * (float)((scale[0][j / 4] >> (8 * (j & 3))) & 255);
       float s1 = d[1] * (float)((scale[1][j / 4] >> (8 * (j & 3))) & 255);
-      add_scaled(acc, p, s0, s1);
+#pragma unroll
+      for (int i = 0; i < NT; i++) {
+        uint4 v = x.octet(i, 256 * unit + 8 * t + 32 * j);
+        float p[4];
+        block32(p, a, v);
+        add_scaled(acc[i], p, s0, s1);
+        mma(minima[i], m[0], m[1], m[0], m[1], v.x, v.y);
+        mma(minima[i], m[0], m[1], m[0], m[1], v.z, v.w);
+      }
     }
-    add_scaled(acc, minima, -dmin[0], -dmin[1]);
+#pragma unroll
+    for (int i = 0; i < NT; i++) add_scaled(acc[i], minima[i], -half_bits(super[0] >> 16), -half_bits(super[1] >> 16));
   }
 };
 
 // Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns.
 template <>
 struct Weight<Q2_K> {
-  static constexpr int UNIT = 256;
+  static constexpr int UNIT = 256, DEPTH = 3;
   uint2 q[2][2];
-  uint4 s[2];
+  u32 s[2];  // of blocks 2 t and 2 t + 1
   u32 super[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int blocks, int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) q[r][h] = read8(w[r].codes + 64 * unit + 32 * h + 8 * t);
-      s[r] = read16(w[r].scales + 16 * unit);
+      for (int h = 0; h < 2; h++) q[r][h] = read8(w[r].codes + 64 * unit + 8 * t + 32 * h);
+      s[r] = read4(w[r].scales + 16 * unit + 4 * t);
       super[r] = read4(w[r].supers + 4 * unit);
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int blocks, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
     float p[NT][4], minima[NT][4];
     clear(p);
     clear(minima);
+    const int odd = 8 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
+    const int quad = threadIdx.x & 28;
+    u32 word[2];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       u32 a[2][4], m[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        // The octet lies in sub-block 2 j + t / 2 of 16 columns.
-        u32 word = j < 2 ? s[r].x : j < 4 ? s[r].y : j < 6 ? s[r].z : s[r].w;
-        u32 both = word >> (16 * (j & 1) + 8 * (t >> 1));
-        u32 scale = spread(both & 15, 0);
-        m[r] = spread((both >> 4) & 15, 0);
+        if (j % 2 == 0) word[r] = __shfl_sync(~0u, s[r], quad + j / 2) >> odd;
+        u32 scale = spread(word[r] & 0x0f0f0f0fu, 2 * (j & 1));
+        m[r] = spread((word[r] >> 4) & 0x0f0f0f0fu, 2 * (j & 1));
         u32 shift = mul2(scale, 0xc300c300u);  // -128 scale, exact
         u32 lo = (q[r][j / 4].x >> (2 * (j & 3))) & 0x03030303u, hi = (q[r][j / 4].y >> (2 * (j & 3))) & 0x03030303u;
         a[r][0] = fma2(__byte_perm(lo, 0x43, 0x4140), scale, shift);
@@ -291,59 +286,60 @@ struct Weight<Q2_K> {
         a[r][2] = fma2(__byte_perm(hi, 0x43, 0x4140), scale, shift);
         a[r][3] = fma2(__byte_perm(hi, 0x43, 0x4342), scale, shift);
       }
-      const int column = 256 * unit + 32 * j + 8 * t;
 #pragma unroll
       for (int i = 0; i < NT; i++) {
-        uint4 v = x.octet(i, column);
-        mma(p[i], a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
+        uint4 v = x.octet(i, 256 * unit + 8 * t + 32 * j);
+        add_block(p[i], a, v);
         mma(minima[i], m[0], m[1], m[0], m[1], v.x, v.y);
-        mma(p[i], a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
         mma(minima[i], m[0], m[1], m[0], m[1], v.z, v.w);
       }
     }
-    add_scaled(acc, p, half_bits(super[0] & 0xffff), half_bits(super[1] & 0xffff));
-    add_scaled(acc, minima, -half_bits(super[0] >> 16), -half_bits(super[1] >> 16));
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+      add_scaled(acc[i], p[i], half_bits(super[0] & 0xffff), half_bits(super[1] & 0xffff));
+      add_scaled(acc[i], minima[i], -half_bits(super[0] >> 16), -half_bits(super[1] >> 16));
+    }
   }
 };
 
 // An octet is one entry of the grid (8 magnitudes as bfloat16 in shared memory) and 7 sign bits with parity.
 template <>
 struct Weight<IQ2_XXS> {
-  static constexpr int UNIT = 256;
-  uint4 q[2][4];
+  static constexpr int UNIT = 128, DEPTH = 5;  // half a block of 256
+  uint2 q[2];  // grid indices and signs of block t of the unit
   u32 d[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int blocks, int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read16(w[r].codes + 64 * unit + 16 * i);
-      d[r] = ((const unsigned short*)w[r].scales)[unit];
+      q[r] = read8(w[r].codes + 32 * unit + 8 * t);
+      d[r] = ((const unsigned short*)w[r].scales)[unit / 2];
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int blocks, int unit, int t, const uint4* grid) {
-    float d8[2] = {half_bits(d[0]) * 0.125f, half_bits(d[1]) * 0.125f};
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4* grid) {
+    // The scale of this lane's block, handed round with its indices and signs.
+    float own[2];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int r = 0; r < 2; r++) own[r] = half_bits(d[r]) * 0.125f * (float)(2 * (q[r].y >> 28) + 1);
+    const int quad = threadIdx.x & 28;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
       u32 a[2][4];
       float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
-        uint4 v = grid[(index >> (8 * t)) & 255];
+        u32 index = __shfl_sync(~0u, q[r].x, quad + j), rest = __shfl_sync(~0u, q[r].y, quad + j);
+        scale[r] = __shfl_sync(~0u, own[r], quad + j);
+        uint4 v = grid[__byte_perm(index, 0, 0x4440 + t)];
         u32 sign = (rest >> (7 * t)) & 127;
-        sign |= (__popc(sign) & 1) << 7;
+        sign |= __popc(sign) << 7;  // only the lowest bit of the count, the parity, is looked at
         sign = (sign & 0x55) | ((sign & 0xaa) << 15);  // even columns in the low half, odd ones in the high half
         a[r][0] = v.x ^ ((sign << 15) & 0x80008000u);
         a[r][1] = v.y ^ ((sign << 13) & 0x80008000u);
         a[r][2] = v.z ^ ((sign << 11) & 0x80008000u);
         a[r][3] = v.w ^ ((sign << 9) & 0x80008000u);
-        scale[r] = d8[r] * (float)(2 * (rest >> 28) + 1);
       }
-      float p[NT][4];
-      clear(p);
-      block32(p, a, x, 256 * unit + 32 * j + 8 * t);
-      add_scaled(acc, p, scale[0], scale[1]);
+      scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * j, scale[0], scale[1]);
     }
   }
 };
@@ -351,28 +347,26 @@ struct Weight<IQ2_XXS> {
 // Lane t owns a whole block of 32; e2m1 times its power of two is exact in bfloat16, so nothing is left for the sums.
 template <>
 struct Weight<MXFP4> {
-  static constexpr int UNIT = 128;
+  static constexpr int UNIT = 128, DEPTH = 4;
   uint4 q[2];
   u32 s[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int blocks, int unit, int t) {
-    const int block = 4 * unit + t;
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      q[r] = block < blocks ? read16(w[r].codes + 16 * block) : make_uint4(0, 0, 0, 0);
-      s[r] = block < blocks ? w[r].scales[block] : 0;
+      q[r] = read16(w[r].codes + 64 * unit + 16 * t);
+      s[r] = w[r].scales[4 * unit + t];
     }
   }
-  // Four nibbles of w from bit `at` on, as two bfloat16 pairs. High and low bytes come from byte tables.
-  static __device__ __forceinline__ void values(u32 (&out)[2], u32 w, u32 power) {
+  // Four nibbles of w from bit 0 on, as two bfloat16 pairs. High and low bytes come from byte tables.
+  static __device__ __forceinline__ void values(u32& first, u32& second, u32 w, u32 power) {
     u32 select = w & 0x7777u;
     u32 high = __byte_perm(0x3f3f3f00u, 0x40404040u, select), low = __byte_perm(0xc0800000u, 0xc0804000u, select);
-    u32 even = (w << 4) & 0x8080u, odd = w & 0x8080u;  // sign of nibbles 0, 2 and 1, 3 in the tops of bytes 0, 1
-    out[0] = mul2(__byte_perm(low, high, 0x5140) ^ __byte_perm(even, odd, 0x4202) & 0x80008000u, power);
-    out[1] = mul2(__byte_perm(low, high, 0x7362) ^ __byte_perm(even, odd, 0x5212) & 0x80008000u, power);
+    u32 even = w << 4;  // signs of nibbles 0, 2 and, in w itself, of 1, 3: the tops of bytes 0, 1
+    first = mul2(__byte_perm(low, high, 0x5140) ^ (__byte_perm(even, w, 0x4000) & 0x80008000u), power);
+    second = mul2(__byte_perm(low, high, 0x7362) ^ (__byte_perm(even, w, 0x5010) & 0x80008000u), power);
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int blocks, int unit, int t, const uint4*) {
-    const int block = 4 * unit + t;
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
     u32 power[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -385,20 +379,11 @@ struct Weight<MXFP4> {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 w = o == 0 ? q[r].x : o == 1 ? q[r].y : o == 2 ? q[r].z : q[r].w;
-        u32 pair[2];
-        values(pair, w, power[r]);
-        a[r][0] = pair[0];
-        a[r][1] = pair[1];
-        values(pair, w >> 16, power[r]);
-        a[r][2] = pair[0];
-        a[r][3] = pair[1];
+        values(a[r][0], a[r][1], w, power[r]);
+        values(a[r][2], a[r][3], w >> 16, power[r]);
       }
 #pragma unroll
-      for (int i = 0; i < NT; i++) {
-        uint4 v = block < blocks ? x.octet(i, 32 * block + 8 * o) : make_uint4(0, 0, 0, 0);
-        mma(acc[i], a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
-        mma(acc[i], a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
-      }
+      for (int i = 0; i < NT; i++) add_block(acc[i], a, x.octet(i, 128 * unit + 32 * t + 8 * o));
     }
   }
 };
@@ -415,20 +400,27 @@ __device__ __forceinline__ Planes row_of(const Planes& w, size_t row, int K) {
 }
 
 // Adds the products of a warp's 16 rows, from row base + 16 tile of `w` on, with the columns of x: units first, first + step,
-// ... of the width K. Rows past the end (N) repeat the last one and are not stored.
+// ... below `end`. Rows past the last (N) repeat it and are not stored.
 template <int F, int NT>
 __device__ __forceinline__ void product(
     float (&acc)[NT][4], const Planes& w, size_t base, int tile, int N, int K, const Rows<NT>& x, int first, int step,
-    const uint4* grid) {
+    int end, const uint4* grid) {
+  constexpr int D = Weight<F>::DEPTH;
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  const int blocks = K / 32, units = (K + Weight<F>::UNIT - 1) / Weight<F>::UNIT;
-  const Planes rows[2] = {row_of<F>(w, base + min(16 * tile + g, N - 1), K), row_of<F>(w, base + min(16 * tile + g + 8, N - 1), K)};
-  Weight<F> now, next;
-  if (first < units) now.load(rows, blocks, first, t);
-  for (int unit = first; unit < units; unit += step) {
-    if (unit + step < units) next.load(rows, blocks, unit + step, t);
-    now.multiply(acc, x, blocks, unit, t, grid);
-    now = next;
+  const Planes rows[2] = {
+      row_of<F>(w, base + min(16 * tile + g, N - 1), K), row_of<F>(w, base + min(16 * tile + g + 8, N - 1), K)};
+  Weight<F> ahead[D];
+#pragma unroll
+  for (int d = 0; d < D; d++)
+    if (first + d * step < end) ahead[d].load(rows, first + d * step, t);
+  for (int unit = first; unit < end; unit += D * step) {
+#pragma unroll
+    for (int d = 0; d < D; d++) {
+      const int now = unit + d * step, later = now + D * step;
+      if (now >= end) break;
+      ahead[d].multiply(acc, x, now, t, grid);
+      if (later < end) ahead[d].load(rows, later, t);
+    }
   }
 }
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
+from . import _quant_cuda
 from ._case import Case
 from ._expert_sources import (
     DOWN_SOURCE,
@@ -37,7 +38,7 @@ from ._expert_sources import (
     GATE_UP_TILE_SOURCE,
     MANY_HEADER,
 )
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, backend, enabled
 from ._octet import (
     FORMAT_IDS,
     TILE_OUT,
@@ -119,6 +120,10 @@ def expert_swiglu(
     if not _launches(chosen, gate, up):
         return expert_swiglu_ref(x, gate, up, chosen, weights, limit=limit)
     F = gate[1]["codes"].shape[-2]
+    E = gate[1]["codes"].shape[0]
+    if backend() == "cuda" and gate[0] == up[0] and _quant_cuda.takes(x, gate[0], x.shape[-1]):
+        plan = None if _few(N, K) else _plan(chosen, E)[:2]
+        return _quant_cuda.gate_up(x, gate[0], gate[1], up[1], chosen, weights, limit, plan)
     words, wide = x_input(x)
     formats = [("FG", FORMAT_IDS[gate[0]]), ("FU", FORMAT_IDS[up[0]]), ("WIDE", wide)]
     planes = [*plane_inputs(*gate), *plane_inputs(*up)]
@@ -133,7 +138,6 @@ def expert_swiglu(
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
             **out,
         )[0]
-    E = gate[1]["codes"].shape[0]
     order, starts, tile_starts, tiles = _plan(chosen, E)
     return _gate_up_tile_kernel(
         inputs=[words, numbers(octets, F, K, E), _one_float(limit), weights, order, starts, tile_starts, *planes],
@@ -170,6 +174,10 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: mx.array | 
     if not _launches(chosen, down):
         return expert_down_ref(a, down, chosen, shared)
     E, C, _ = down[1]["codes"].shape
+    if backend() == "cuda" and _quant_cuda.takes(a, down[0], F):
+        if _few(N, K):
+            return _quant_cuda.down_few(a, *down, chosen, shared)
+        return _sum(_quant_cuda.down_many(a, *down, _plan(chosen, E)[:2]), shared)
     words, wide = x_input(a)
     formats = [("FORMAT", FORMAT_IDS[down[0]]), ("WIDE", wide)]
     planes = plane_inputs(*down)

@@ -7,7 +7,8 @@ bfloat16), which makes ties at the selection boundary common; that mode has no k
 
 Kernel: within tolerance (sums in another order); a row's result does not depend on the rows beside it. A threadgroup
 holds 128 keys in registers, as left-hand 8x8 fragments, and passes the queries of its rows, all heads, over them:
-dots never reach memory. Products of bfloat16 values are exact in float32, so this needs no bfloat16 arithmetic.
+dots never reach memory. Products of bfloat16 values are exact in float32, so this needs no bfloat16 arithmetic. CUDA
+has a body of its own (`_index_score_cuda.py`).
 
 One launch. Bytes: visible keys once for 32 rows, the queries once for 128 keys (from cache), 4 a score. Work: 2 H D
 operations a score: on a chip with less than 32 float32 operations for a byte of bandwidth, bound by arithmetic.
@@ -20,6 +21,7 @@ import functools
 import mlx.core as mx
 import numpy as np
 
+from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, enabled
 
@@ -139,6 +141,8 @@ _index_score_kernel = Kernel(
     ["q", "weights", "keys", "visible", "blocks"],
     ["scores"],
     _INDEX_SCORE_SOURCE,
+    cuda_source=_index_score_cuda.SOURCE,
+    cuda_header=_tiles_cuda.HEADER,
     exact=False,
     family="index_score",
 )
@@ -196,7 +200,8 @@ def index_scores(
 def _fits_kernel(q: mx.array, keys: mx.array, width: int) -> bool:
     """Whether a row's queries fit into threadgroup memory and its keys into registers."""
     H, D = q.shape[2:]
-    return q.size > 0 and width > 0 and keys.dtype == mx.bfloat16 and D % 32 == 0 and D <= 128 and H * D <= 4096
+    fits = D % 32 == 0 and D <= 128 and H * D <= 4096
+    return q.size > 0 and width > 0 and q.dtype == keys.dtype == mx.bfloat16 and fits
 
 
 @functools.cache
@@ -241,7 +246,7 @@ def _scores(q: mx.array, weights: mx.array, keys: mx.array, bf16: bool) -> mx.ar
     q, keys, weights = q.astype(mx.float32), keys.astype(mx.float32), weights.astype(mx.float32)
     B, L, H, D = q.shape
     if keys.shape[1] == 1:
-        dots = (q.reshape(B, L * H, D) @ keys[:, 0].swapaxes(1, 2)).reshape(B, L, H, -1)
+        dots = (q.reshape(B, L * H, D) @ keys[:, 0].swapaxes(1, 2)).reshape(B, L, H, keys.shape[2])
     else:
         dots = q @ keys.swapaxes(2, 3)
     if not bf16:

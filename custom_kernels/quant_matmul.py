@@ -11,6 +11,7 @@ Kernels, both within tolerance (the order of the sum differs from the reference'
 * `quant_rows` (1 to 8 rows; up to three matrices over one input): one launch. Reads the planes of W once for all
   rows; x is read by every simdgroup, from cache. Q8_0 1.06 bytes a weight, Q4_K 0.56, Q2_K 0.33, IQ2_XXS 0.26, MXFP4
   0.53, FP8 1.00. Instructions a weight and row: about 2 to decode, 1.5 for the product.
+* CUDA: tensor cores instead (`_quant_cuda.py`), one launch a matrix, any number of rows.
 * `quant_tile` (more rows): one launch, tiles of 32 rows x 64 outputs by matrix units. Reads W n / 32 times and x
   o / 64 times (from cache where they fit); each weight is decoded once per 32 rows.
 
@@ -29,8 +30,9 @@ import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
+from . import _quant_cuda
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, backend, enabled
 from ._octet import (
     FORMAT_IDS,
     OCTET_HEADER,
@@ -219,6 +221,10 @@ def _product(
     *leading, width = x.shape
     rows, octets = prod(leading), width // groups // 8
     outputs = [planes["codes"].shape[0] // groups for planes in weights]
+    if backend() == "cuda" and _quant_cuda.takes(x, format, width // groups, outputs[0] if groups > 1 else 16):
+        flat = x.reshape(rows, width)
+        parts = [_quant_cuda.dense(flat, format, planes, groups=groups, out_dtype=out_dtype) for planes in weights]
+        return [part.reshape(*leading, -1) for part in parts]
     words, wide = x_input(x)
     inputs = [array for planes in weights for array in plane_inputs(format, planes)]
     template = [("FORMAT", FORMAT_IDS[format]), ("WIDE", wide)]

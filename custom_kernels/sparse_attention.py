@@ -13,7 +13,8 @@ neither the other rows nor the padding.
 
 Kernel: within tolerance (sums in another order). A simdgroup holds 8 of a block's 64 rows in registers, where they
 serve as keys and, after the block's maximum is known, as values: one gather for all heads of the threadgroup, nothing
-staged. How many heads share a gather follows from the number of rows and changes no bit.
+staged. How many heads share a gather follows from the number of rows and changes no bit. CUDA has a body of its own
+(`_sparse_attention_cuda.py`).
 
 One launch. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache; the queries and the result
 once. Work: 4 D operations for a listed row and head.
@@ -26,16 +27,19 @@ import functools
 import mlx.core as mx
 import numpy as np
 
+from . import _sparse_attention_cuda, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, backend, enabled
 from .rope import rope_frequencies, rope_ref, rope_table
 
 _BLOCK = 64
 _FLOOR = -1e30
 # Query rows that the reference handles at a time: bounds the gathered rows, whatever the length of the prompt.
 _ROWS = 64
-# Threadgroups that fill a GPU: below it a group takes fewer heads, though more groups then read the same rows.
-_GROUPS = 192
+# Heads of a threadgroup, and the threadgroups that fill a GPU: below these a group takes fewer heads, though more
+# groups then read the same rows. CUDA's products take 16 heads whether they are there or not.
+_HEADS, _GROUPS = (4, 2, 1), 192
+_CUDA_HEADS, _CUDA_GROUPS = (16, 8, 4, 2, 1), 32
 _WIDTHS = (64, 128, 256, 512)  # what a simdgroup holds in whole words of each lane
 
 _SPARSE_ATTENTION_SOURCE = """
@@ -83,15 +87,20 @@ _SPARSE_ATTENTION_SOURCE = """
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     uint buffer = 0u;
-    for (uint first = 0; first < count; first += 64u) {
+    int upcoming[2];  // the list is read a block ahead of the rows
+    upcoming[0] = -1;
+    upcoming[1] = -1;
+    for (uint ahead = 0; ahead < count + 64u; ahead += 64u) {
+        uint first = ahead - 64u;  // of the block at hand; none in the first round, whose entries are all -1
         int entry[2];  // every simdgroup looks at the whole block, to leave together where it is empty
         #pragma unroll
         for (uint i = 0; i < 2u; i++) {
-            uint p = first + 32u * i + lane;
+            entry[i] = upcoming[i];
+            uint p = ahead + 32u * i + lane;
             int id = -1;
             if (p < near_count) id = near_list[near_at + ulong(p)];
             else if (TWO && p < count) id = far_list[far_at + ulong(p - near_count)];
-            entry[i] = id >= 0 && uint(id) < (p < near_count ? near_rows : far_rows) ? id : -1;
+            upcoming[i] = id >= 0 && uint(id) < (p < near_count ? near_rows : far_rows) ? id : -1;
         }
         if (simd_any(entry[0] >= 0 || entry[1] >= 0)) {
             int listed = s < 4u ? entry[0] : entry[1];
@@ -244,6 +253,8 @@ _sparse_attention_kernel = Kernel(
     ["q", "near", "near_list", "far", "far_list", "sinks", "scale", "cosine", "sine"],
     ["o"],
     _SPARSE_ATTENTION_SOURCE,
+    cuda_source=_sparse_attention_cuda.SOURCE,
+    cuda_header=_tiles_cuda.HEADER,
     exact=False,
     family="sparse_attention",
 )
@@ -292,16 +303,18 @@ def _check(q: mx.array, sources: Sources, sinks: mx.array, turn: Turn | None) ->
             f"sparse_attention got q {q.shape}, sources {shapes} and sinks {sinks.shape}, expected [B, L, H, D], one or"
             " two pairs of rows [B, S, D] and list [B, L, P], and [H]; pass the tensors of one layer."
         )
-    if turn and not (turn[0].shape == turn[1].shape and len(turn[0].shape) == 2 and turn[0].shape[0] == L):
+    pairs = turn[0].shape[-1] if turn else 0
+    if turn and not (turn[0].shape == turn[1].shape == (L, pairs) and 2 * pairs <= D):
         raise ValueError(
-            f"sparse_attention got cos {turn[0].shape} and sin {turn[1].shape}, expected [{L}, pairs] for both; make"
-            " the table from the positions of this step."
+            f"sparse_attention got cos {turn[0].shape} and sin {turn[1].shape}, expected [{L}, pairs] with at most"
+            f" {D // 2} pairs; make the table from the positions of this step."
         )
 
 
 def _heads_of_group(rows: int, heads: int) -> int:
-    """How many heads a threadgroup takes: as many as leave enough groups, of 4, 2 and 1."""
-    return next(n for n in (4, 2, 1) if heads % n == 0 and (n == 1 or rows * heads // n >= _GROUPS))
+    """How many heads a threadgroup takes: as many as leave enough groups."""
+    sizes, groups = (_CUDA_HEADS, _CUDA_GROUPS) if backend() == "cuda" else (_HEADS, _GROUPS)
+    return next(n for n in sizes if heads % n == 0 and (n == 1 or rows * heads // n >= groups))
 
 
 @functools.lru_cache(maxsize=8)
@@ -313,6 +326,8 @@ def sparse_attention_ref(
     q: mx.array, sources: Sources, sinks: mx.array, *, scale: float, turn: Turn | None = None
 ) -> mx.array:
     L = q.shape[1]
+    if q.size == 0:
+        return mx.zeros(q.shape, dtype=mx.bfloat16)
     parts = []
     for start in range(0, L, _ROWS):
         rows = slice(start, start + _ROWS)
@@ -367,6 +382,10 @@ def _gather(rows: mx.array, index: mx.array) -> mx.array:
 def cases() -> list[Case]:
     from ._needle import needle  # which needs this module
 
+    def call(q: mx.array, sinks: mx.array, *rest: mx.array, op, scale: float, turned: bool) -> mx.array:
+        turn, rest = (rest[:2], rest[2:]) if turned else (None, rest)
+        return op(q, list(zip(rest[::2], rest[1::2], strict=True)), sinks, scale=scale, turn=turn)
+
     def case(
         B: int, L: int, H: int, D: int, sizes: list[tuple[int, int]], pairs: int = 0, *, large: bool = False
     ) -> Case:
@@ -386,15 +405,11 @@ def cases() -> list[Case]:
                 arrays += [rows, mx.array(index.astype(np.int32))]
             return arrays
 
-        def call(op, q, sinks, *rest):
-            turn, rest = (rest[:2], rest[2:]) if pairs else (None, rest)
-            return op(q, list(zip(rest[::2], rest[1::2], strict=True)), sinks, scale=D**-0.5, turn=turn)
-
         listed = sum(P for _, P in sizes)
         return Case(
             f"sparse_attention/{B}x{L}x{H}x{D}_{'_'.join(f'{P}of{S}' for S, P in sizes)}" + ("_turn" if pairs else ""),
-            functools.partial(call, sparse_attention),
-            functools.partial(call, sparse_attention_ref),
+            functools.partial(call, op=sparse_attention, scale=D**-0.5, turned=pairs > 0),
+            functools.partial(call, op=sparse_attention_ref, scale=D**-0.5, turned=pairs > 0),
             inputs,
             tolerance=1e-5,
             bytes=2 * B * L * D * (2 * H + listed),

@@ -147,7 +147,6 @@ _TOPK_SOURCE = """
     }
     larger = simd_sum(larger);
     equal = simd_sum(equal);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     if (lane == 0u) {
         sums[simdgroup] = larger;
         equals[simdgroup] = equal;

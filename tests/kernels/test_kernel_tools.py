@@ -91,8 +91,8 @@ def test_benchmark_lines(monkeypatch):
     monkeypatch.setattr(bench, "REPEATS", 1)
     monkeypatch.setattr(bench, "CHAIN", 2)
     with use_kernels("emulate", checked=False):
-        line = bench.record(CASE)
-        bad = bench.record(dataclasses.replace(CASE, fn=wrong))
+        line = bench.record(CASE, True)
+        bad = bench.record(dataclasses.replace(CASE, fn=wrong), True)
     assert line["ok"] and line["launches"] == 1 and line["kernel_us"] > 0 and line["reference_us"] > 0
     assert line["bytes"] == 5 * 33 * 2 * 2
     assert not bad["ok"] and "beyond tolerance" in bad["fault"] and "kernel_us" not in bad  # no time for wrong results

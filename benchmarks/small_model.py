@@ -1,0 +1,58 @@
+"""Greedy tokens of small models on this GPU: with kernels, without, and on the CPU; they must be equal.
+
+    MLX_ENABLE_TF32=0 python -m benchmarks.small_model [--tokens N]
+
+The shipped model (Q2 recipe) and the golden nano model (FP8 and FP4 weights). TF32 off, since MLX's float32 products
+on CUDA would otherwise keep 10 bits, which the reference does not mean. One JSON line a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_ds4.api import shipped_model
+from mlx_ds4.custom_kernels._count import count_launches
+from mlx_ds4.custom_kernels._kernel import backend, use_kernels
+from mlx_ds4.generation import generate_step
+from mlx_ds4.loader import load_model
+from tools.mac_check import machine
+
+NANO = Path(__file__).parent.parent / "tests" / "golden" / "nano" / "model"
+PROMPTS = {"shipped": [0, 72, 101, 108, 108, 111], "nano": [0, 337, 47, 343, 214, 325, 224, 327, 194, 394]}
+
+
+def tokens(path: Path, prompt: list[int], count: int) -> list[int]:
+    model = load_model(path)[0]
+    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=24)
+    count = parser.parse_args().tokens
+    bad = 0
+    for name, path in (("shipped", shipped_model()), ("nano", NANO)):
+        with count_launches() as launches:
+            kernels = tokens(path, PROMPTS[name], count)
+        where = backend()
+        with use_kernels("reference"):
+            reference = tokens(path, PROMPTS[name], count)
+        device = mx.default_device()
+        mx.set_default_device(mx.cpu)
+        cpu = tokens(path, PROMPTS[name], count)
+        mx.set_default_device(device)
+        equal = kernels == reference == cpu
+        bad += not equal
+        line = {"model": name, "backend": where, "tokens": count, "equal": equal, "launches": sum(launches.values())}
+        if not equal:
+            line |= {"kernels": kernels, "reference": reference, "cpu": cpu}
+        print(json.dumps(line | machine()), flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
