@@ -1,0 +1,87 @@
+"""Launches of one decode step, by kind of layer and per token of the released 40-layer schedule; needs no GPU.
+
+    python -m benchmarks.launches [--rows N] [--reference]
+
+Counts the kernels that a GPU would launch (`custom_kernels/_count.py`) for each kind of layer of the shipped model,
+which has every kind, and multiplies by how often the kind stands in the release. `--reference` counts plain MLX operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import mlx.core as mx
+
+from mlx_ds4.api import shipped_model
+from mlx_ds4.cache import Cache
+from mlx_ds4.custom_kernels._count import count_primitives, format_table
+from mlx_ds4.custom_kernels._kernel import use_kernels
+from mlx_ds4.custom_kernels.hyper_connection import collapse
+from mlx_ds4.loader import load_model
+from mlx_ds4.model.model import Model
+from mlx_ds4.model.step import Step
+
+CONTEXT = 64  # beyond the shipped model's top-k, so that selection works
+# kind -> (layer of the shipped model, whether Engram rides along, how many the release has)
+KINDS = {
+    "window": (0, False, 1),
+    "window, Engram": (1, True, 1),
+    "owner, ratio 2": (2, False, 2),
+    "owner, ratio 2, Engram": (2, True, 1),
+    "candidate source": (4, False, 1),
+    "reindex": (5, False, 4),
+    "reuse": (3, False, 30),
+}
+
+
+def table(model: Model, rows: int) -> str:
+    """The table for a step of `rows` rows behind CONTEXT positions."""
+    c = model.config
+    cache = model.make_cache()
+    model(mx.array([[i % c.vocab_size for i in range(CONTEXT)]]), cache)
+    mx.eval([layer.state for layer in cache])
+    h = mx.zeros((1, rows, c.hc_mult, c.hidden_size), dtype=mx.bfloat16)
+    pre = mx.ones((1, rows, c.hc_mult))
+    width = c.engram_head_dim
+    records = mx.zeros((1, rows, c.engram_columns, width + width // 32), dtype=mx.uint8)
+    counts = []
+    for kind, (index, engram, times) in KINDS.items():
+        twin, step = cache.copy(), Step(c, CONTEXT, rows)
+        _publish(step, twin, index, rows)
+
+        def run(h, pre, records, index=index, engram=engram, twin=twin, step=step):
+            out = model.layers[index](h, pre, step, twin[index], records if engram else None)
+            return [*out, *twin[index].state]
+
+        counts.append((kind, times, count_primitives(run, h, pre, records)))
+    head = count_primitives(lambda h, pre: model.head(model.norm(collapse(h, pre))), h, pre)
+    tokens = mx.zeros((1, rows), dtype=mx.int32)
+    counts.append(("embedding and head", 1, head + count_primitives(model.embed, tokens)))
+    return format_table(counts)
+
+
+def _publish(step: Step, cache: Cache, index: int, rows: int) -> None:
+    """What earlier layers of the pass would have left for layer `index`."""
+    c = step.config
+    source = c.kv_source(index)
+    if source is None or source == index:
+        return
+    step.source = cache[source]
+    step.selection = mx.broadcast_to(mx.arange(c.index_topk, dtype=mx.int32), (1, rows, c.index_topk))
+    if c.uses_candidates(index):
+        blocks = mx.arange(c.candidate_topk_blocks, dtype=mx.int32)
+        step.candidates = mx.broadcast_to(blocks, (1, rows, c.candidate_topk_blocks))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1, help="rows of the step (1 to 8)")
+    parser.add_argument("--reference", action="store_true", help="count plain MLX operations")
+    options = parser.parse_args()
+    model = load_model(shipped_model())[0]
+    with use_kernels("reference" if options.reference else "auto"):
+        print(table(model, options.rows))
+
+
+if __name__ == "__main__":
+    main()
