@@ -289,6 +289,7 @@ def cases() -> list[Case]:
         case("MXFP4", 8, (33, 352)),
         case("FP8", 4, (40, 64)),
         case("Q8_0", 2, (7, 64), (33, 64), (2, 64)),
+        case("MXFP4", 1, (7, 128), (33, 128)),
         case("Q8_0", 3, (3 * 11, 64), groups=3),
         case("MXFP4", 11, (33, 64), groups=3),
         case("IQ2_XXS", 33, (65, 256), dtype=mx.float32),
