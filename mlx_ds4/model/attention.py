@@ -13,7 +13,7 @@ from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
 from .compressor import Compressor
 from .indexer import Indexer
-from .linear import GroupedLinear, Linear
+from .linear import GroupedLinear, Linear, apply_together
 from .norm import RMSNorm
 from .step import Step
 
@@ -44,9 +44,10 @@ class Attention(nn.Module):
         c = self._config
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
-        qr = self.q_norm(self.wq_a(x))
+        low_rank, kv = apply_together(x, self.wq_a, self.wkv)
+        qr = self.q_norm(low_rank)
         q = rope(self.wq_b(qr).reshape(B, L, c.num_attention_heads, c.head_dim), *turn)
-        kv = fake_quant_fp8(rope(self.kv_norm(self.wkv(x)), *turn))
+        kv = fake_quant_fp8(rope(self.kv_norm(kv), *turn))
         near = kv if cache.window is None else mx.concatenate([cache.window, kv], axis=1)
         window = step.window_list(near.shape[1] - L)
         sources = [(near, mx.broadcast_to(window, (B, *window.shape)))]

@@ -7,7 +7,7 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.hyper_connection import collapse, expand, mix
+from mlx_ds4.custom_kernels.hyper_connection import collapse_norm, expand, mix
 
 from .attention import Attention
 from .engram import Engram
@@ -48,12 +48,12 @@ class Layer(nn.Module):
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
         attn_pre, post, comb = self._mix("attn", h, step)
-        x = self.attn_norm(collapse(h, pre))
+        x = collapse_norm(h, pre, self.attn_norm.weight, self._config.rms_norm_eps)
         step.note("attn.x", x)
         h = expand(self.attn(x, step, cache), h, post, comb)
         step.note("h_mid", h)
         ffn_pre, post, comb = self._mix("ffn", h, step)
-        x = self.ffn_norm(collapse(h, attn_pre))
+        x = collapse_norm(h, attn_pre, self.ffn_norm.weight, self._config.rms_norm_eps)
         step.note("ffn.x", x)
         h = expand(self.ffn(x, step), h, post, comb)
         step.note("h_out", h)
