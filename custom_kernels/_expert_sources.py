@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._octet import OCTET_HEADER, TILE_HEADER
 
-_SWIGLU = """
+SWIGLU_HEADER = """
 // The clamped SwiGLU of two products that are rounded to bfloat16 first.
 inline float expert_swiglu(float gate, float up, float limit, float weight) {
     float g = metal::min(float(bfloat16_t(gate)), limit);
@@ -15,7 +15,7 @@ inline float expert_swiglu(float gate, float up, float limit, float weight) {
 
 FEW_HEADER = (
     OCTET_HEADER
-    + _SWIGLU
+    + SWIGLU_HEADER
     + """
 // Lane i knows the experts of pairs i and i + 32 (-1 behind the last pair): which pairs chose e, one bit for each.
 inline ulong expert_pairs(int e, int one, int two) {
@@ -172,7 +172,7 @@ _TILE = """
     ulong base = ulong(e) * ulong(outputs);
 """
 
-MANY_HEADER = TILE_HEADER + _SWIGLU
+MANY_HEADER = TILE_HEADER + SWIGLU_HEADER
 
 GATE_UP_TILE_SOURCE = (
     """
@@ -218,3 +218,14 @@ DOWN_TILE_SOURCE = (
     }
 """
 )
+
+SWIGLU_SOURCE = """
+    // A thread owns one value. width: of a row; the routing weight is one a row, where WEIGHTED.
+    uint i = thread_position_in_grid.x;
+    uint width = sizes[0], size = sizes[1];
+    if (i < size) {
+        float w = 1.0f;
+        if (WEIGHTED) w = weight[i / width];
+        a[i] = bfloat16_t(expert_swiglu(float(gate[i]), float(up[i]), limit[0], w));
+    }
+"""

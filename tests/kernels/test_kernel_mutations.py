@@ -23,6 +23,8 @@ CASES = {
     "hyper_connection_collapse": "hyper_connection/collapse_3x4x129",
     "hyper_connection_collapse_norm": "hyper_connection/collapse_norm_3x4x129",
     "hyper_connection_expand": "hyper_connection/expand_3x4x129",
+    "router": "router/1x33_k31_normal",
+    "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
 BARRIERS = [(k.name, i) for k in all_kernels() if k.name in CASES for i in range(k.source.count(BARRIER))]
@@ -42,6 +44,10 @@ MUTATIONS = [
     ("hyper_connection_split", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
     ("hyper_connection_expand", "row < uint(y_shape[0])", "true", "out-of-bounds"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
+    ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),
+    ("router", "if (int(lane) < K) {", "if (true) {", "out-of-bounds"),
+    ("router", "k < key", "k > key", "wrong result"),
+    ("clamped_swiglu", "if (i < size)", "if (true)", "out-of-bounds"),
 ]
 
 

@@ -1,0 +1,50 @@
+"""The router kernel, emulated, against its reference and the vendor's numbers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels.router import route, route_ref
+from tests.golden_tools import assert_close_to_largest, assert_equal, golden
+
+pytestmark = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", "random"])
+def test_golden_rows(order):
+    units = golden("nano", "units")
+    with use_kernels("emulate", order=order):
+        chosen, weights = route(units["router.logits"], units["router.bias"], k=3, factor=1.5)
+    by_id = mx.argsort(units["router.experts"], axis=-1)
+    assert_equal(chosen, mx.take_along_axis(units["router.experts"], by_id, axis=-1))
+    assert_close_to_largest(weights, mx.take_along_axis(units["router.weights"], by_id, axis=-1))
+
+
+def test_scores_of_very_negative_logits_are_relative():
+    """Weights of a row whose scores are all below 1e-9 still add up to the factor, each to a few ulp."""
+    z = mx.array(np.linspace(-90, -40, 64, dtype=np.float32))[None]
+    bias = mx.zeros(64)
+    want = route_ref(z, bias, k=4, factor=1.5)
+    with use_kernels("emulate"):
+        got = route(z, bias, k=4, factor=1.5)
+    assert got[0].tolist() == want[0].tolist() == [[60, 61, 62, 63]]
+    np.testing.assert_allclose(np.array(got[1]), np.array(want[1]), rtol=2e-6)
+
+
+def test_ties_go_to_the_lower_expert():
+    z = mx.array(np.array([[1, 2, 2, 2, 1, 2, 0, 0] * 8], dtype=np.float32))
+    with use_kernels("emulate"):
+        assert route(z, mx.zeros(64), k=6, factor=1.0)[0].tolist() == [[1, 2, 3, 5, 9, 10]]
+
+
+def test_nan_is_never_chosen_and_gaps_are_marked():
+    z = np.full((1, 40), np.nan, dtype=np.float32)
+    z[0, [7, 33]] = 1.0
+    for mode in ("emulate", "reference"):
+        with use_kernels(mode):
+            chosen, weights = route(mx.array(z), mx.zeros(40), k=3, factor=1.5)
+        assert chosen.tolist() == [[7, 33, -1]]
+        assert weights.tolist() == [[0.75, 0.75, 0.0]]
