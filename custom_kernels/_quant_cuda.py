@@ -20,7 +20,7 @@ from ._octet import FORMAT_IDS, ceil_div, iq2_words
 
 _SHORT_UNITS = ("Q8_0", "MXFP4", "FP8")  # the others come in blocks of 256 columns
 _SMS = 132
-_GATE_UP_SPLIT = 2
+_GATE_UP_SPLIT = 4
 _DOWN_WARPS = 4
 
 _HEADER = (

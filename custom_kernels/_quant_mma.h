@@ -1,11 +1,12 @@
 // Block-quantized weights times bfloat16 rows on NVIDIA tensor cores (mma m16n8k16, float32 sums).
 //
-// A warp owns 16 weight rows (the matrix A) and 8 NT activation rows (the columns of B). Lane (g = lane / 4, t = lane % 4)
-// holds codes of weight rows g and g + 8 and the activation row 8 i + g. Sums may take columns in any order, as long
+// A warp owns 16 weight rows (the matrix A) and 8 NT activation rows (the columns of B). Lane (g = lane / 4,
+// t = lane % 4) holds codes of weight rows g and g + 8 and the activation row 8 i + g. Sums may take columns in any order, as long
 // as A and B agree: here lane t owns an "octet", the 8 consecutive columns 32 b + 8 t of block b, so that every format
 // decodes from whole 4- or 8-byte words and two mma steps consume one block of 32.
 //
-// Codes become bfloat16 exactly (integers up to 8 bits, e2m1, e4m3, IQ2 magnitudes); scales multiply the float32 block sums.
+// Codes become bfloat16 exactly (integers up to 8 bits, e2m1, e4m3, IQ2 magnitudes); scales multiply the float32 block
+// sums.
 // K-quants: integer products that fit bfloat16 are folded into A, minima ride in a second sum over the same B.
 
 namespace ds4 {
@@ -305,31 +306,27 @@ struct Weight<Q2_K> {
 // An octet is one entry of the grid (8 magnitudes as bfloat16 in shared memory) and 7 sign bits with parity.
 template <>
 struct Weight<IQ2_XXS> {
-  static constexpr int UNIT = 128, DEPTH = 5;  // half a block of 256
-  uint2 q[2];  // grid indices and signs of block t of the unit
+  static constexpr int UNIT = 128, DEPTH = 2;  // half a block of 256
+  uint4 q[2][2];
   u32 d[2];
   __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      q[r] = read8(w[r].codes + 32 * unit + 8 * t);
+#pragma unroll
+      for (int i = 0; i < 2; i++) q[r][i] = read16(w[r].codes + 32 * unit + 16 * i);
       d[r] = ((const unsigned short*)w[r].scales)[unit / 2];
     }
   }
   template <int NT>
   __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4* grid) {
-    // The scale of this lane's block, handed round with its indices and signs.
-    float own[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) own[r] = half_bits(d[r]) * 0.125f * (float)(2 * (q[r].y >> 28) + 1);
-    const int quad = threadIdx.x & 28;
+    const float d8[2] = {half_bits(d[0]) * 0.125f, half_bits(d[1]) * 0.125f};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       u32 a[2][4];
       float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        u32 index = __shfl_sync(~0u, q[r].x, quad + j), rest = __shfl_sync(~0u, q[r].y, quad + j);
-        scale[r] = __shfl_sync(~0u, own[r], quad + j);
+        u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
         uint4 v = grid[__byte_perm(index, 0, 0x4440 + t)];
         u32 sign = (rest >> (7 * t)) & 127;
         sign |= __popc(sign) << 7;  // only the lowest bit of the count, the parity, is looked at
@@ -338,6 +335,7 @@ struct Weight<IQ2_XXS> {
         a[r][1] = v.y ^ ((sign << 13) & 0x80008000u);
         a[r][2] = v.z ^ ((sign << 11) & 0x80008000u);
         a[r][3] = v.w ^ ((sign << 9) & 0x80008000u);
+        scale[r] = d8[r] * (float)(2 * (rest >> 28) + 1);
       }
       scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * j, scale[0], scale[1]);
     }
@@ -399,8 +397,8 @@ __device__ __forceinline__ Planes row_of(const Planes& w, size_t row, int K) {
   return {w.codes + row * (K / 2), w.scales + row * (K / 256 * 12), w.supers + row * (K / 64)};
 }
 
-// Adds the products of a warp's 16 rows, from row base + 16 tile of `w` on, with the columns of x: units first, first + step,
-// ... below `end`. Rows past the last (N) repeat it and are not stored.
+// Adds the products of a warp's 16 rows, from row base + 16 tile of `w` on, with the columns of x: units first,
+// first + step, ... below `end`. Rows past the last (N) repeat it and are not stored.
 template <int F, int NT>
 __device__ __forceinline__ void product(
     float (&acc)[NT][4], const Planes& w, size_t base, int tile, int N, int K, const Rows<NT>& x, int first, int step,

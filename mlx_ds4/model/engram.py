@@ -1,7 +1,7 @@
 """Engram: hashed n-gram memories, added to the residual streams before a block.
 
-Row numbers depend on token ids alone and are computed on the host with int64 (products exceed 2^53); the table rows come
-from a row source that reads them by offset, so the tables never enter memory (architecture notes 9).
+Row numbers depend on token ids alone and are computed on the host with int64 (products exceed 2^53); the table rows
+come from a row source that reads them by offset, so the tables never enter memory (architecture notes 9).
 """
 
 from __future__ import annotations
