@@ -256,7 +256,8 @@ class ModelConfig:
                 owner = self.kv_source(layer)
                 need(
                     self.ratio(owner) == self.ratio(layer),
-                    f"layer {layer} has ratio {self.ratio(layer)} but reads rows of layer {owner}, ratio {self.ratio(owner)}",
+                    f"layer {layer} has ratio {self.ratio(layer)} but reads the rows of layer {owner}, whose ratio is "
+                    f"{self.ratio(owner)}",
                 )
         for layer in self.kv_source_layer_ids:
             need(layer in self.index_source_layer_ids, f"KV source {layer} must also be an index source")
