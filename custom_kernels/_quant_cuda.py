@@ -17,6 +17,7 @@ import numpy as np
 
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
+from ._tiles_cuda import PTX
 
 _SHORT_UNITS = ("Q8_0", "MXFP4", "FP8")  # the others come in blocks of 256 columns
 _SMS = 132
@@ -24,7 +25,7 @@ _GATE_UP_SPLIT = 4
 _DOWN_WARPS = 4
 
 _HEADER = (
-    "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
+    PTX + "#include <cuda_fp16.h>\n"
     f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
     + (Path(__file__).parent / "_quant_mma.h").read_text()

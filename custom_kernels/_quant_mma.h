@@ -1,9 +1,9 @@
 // Block-quantized weights times bfloat16 rows on NVIDIA tensor cores (mma m16n8k16, float32 sums).
 //
 // A warp owns 16 weight rows (the matrix A) and 8 NT activation rows (the columns of B). Lane (g = lane / 4,
-// t = lane % 4) holds codes of weight rows g and g + 8 and the activation row 8 i + g. Sums may take columns in any order, as long
-// as A and B agree: here lane t owns an "octet", the 8 consecutive columns 32 b + 8 t of block b, so that every format
-// decodes from whole 4- or 8-byte words and two mma steps consume one block of 32.
+// t = lane % 4) holds codes of weight rows g and g + 8 and the activation row 8 i + g. Sums may take columns in any
+// order, as long as A and B agree: here lane t owns an "octet", the 8 consecutive columns 32 b + 8 t of block b, so that
+// every format decodes from whole 4- or 8-byte words and two mma steps consume one block of 32.
 //
 // Codes become bfloat16 exactly (integers up to 8 bits, e2m1, e4m3, IQ2 magnitudes); scales multiply the float32 block
 // sums.
@@ -11,51 +11,13 @@
 
 namespace ds4 {
 
-typedef unsigned int u32;
+using namespace ds4_ptx;
 typedef __nv_bfloat16 bf16;
 
-enum { Q8_0 = DS4_Q8_0, Q4_K = DS4_Q4_K, Q2_K = DS4_Q2_K, IQ2_XXS = DS4_IQ2_XXS, MXFP4 = DS4_MXFP4, FP8 = DS4_FP8 };
+enum {
+  Q8_0 = DS4_Q8_0, Q4_K = DS4_Q4_K, Q2_K = DS4_Q2_K, IQ2_XXS = DS4_IQ2_XXS, MXFP4 = DS4_MXFP4, FP8 = DS4_FP8
+};
 
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
-  u32 r;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Weights are read once: keep them out of L1, which holds the activations.
-__device__ __forceinline__ u32 read4(const void* p) {
-  u32 r;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(r) : "l"(p));
-  return r;
-}
-__device__ __forceinline__ uint2 read8(const void* p) {
-  uint2 r;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
-  return r;
-}
-__device__ __forceinline__ uint4 read16(const void* p) {
-  uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "l"(p));
-  return r;
-}
 __device__ __forceinline__ float half_bits(u32 h) { return __half2float(__ushort_as_half((unsigned short)h)); }
 
 const u32 BIAS = 0x43004300u;  // 128 in both halves: 0x4300 | u is 128 + u for u < 128
@@ -84,10 +46,7 @@ struct Rows {
 
 // p = A B for one block of 32 columns: two steps, the first on a zero sum.
 __device__ __forceinline__ void block32(float (&p)[4], const u32 (&a)[2][4], const uint4& v) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-      : "=f"(p[0]), "=f"(p[1]), "=f"(p[2]), "=f"(p[3])
-      : "r"(a[0][0]), "r"(a[1][0]), "r"(a[0][1]), "r"(a[1][1]), "r"(v.x), "r"(v.y), "f"(0.f));
+  mma_new(p, a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
   mma(p, a[0][2], a[1][2], a[0][3], a[1][3], v.z, v.w);
 }
 __device__ __forceinline__ void add_block(float (&p)[4], const u32 (&a)[2][4], const uint4& v) {

@@ -101,7 +101,7 @@ def test_benchmark_lines(monkeypatch):
 
 def test_benchmark_prints_json(monkeypatch, capsys):
     monkeypatch.setattr(bench, "backend", lambda: "cuda")
-    monkeypatch.setattr(bench, "record", lambda case: {"case": case.name, "ok": case.name.startswith("rope/f")})
+    monkeypatch.setattr(bench, "record", lambda case, timed: {"case": case.name, "ok": case.name.startswith("rope/f")})
     assert bench.main(["rope", "--commit", "abc"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["case"].split("/")[0] for line in lines} == {"rope"}

@@ -1,0 +1,117 @@
+"""CUDA-only bodies, as C++ on the CPU, against the references: every format, one row, a few and many."""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_ds4.custom_kernels import _quant_cuda, expert_matmul, index_score, quant_matmul, sparse_attention
+from mlx_ds4.custom_kernels._case import compare, outputs
+from mlx_ds4.custom_kernels._kernel import trace, watch_launches
+from mlx_ds4.custom_kernels._random_planes import random_planes
+from tests.cuda_host import COMPILER, launch
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="clang++-19 compiles the bodies: install it to run them")
+FORMATS = ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8")
+
+
+def run(fn) -> mx.array:
+    """The result of the one launch that `fn` makes, from its CUDA body."""
+    launches = []
+    with watch_launches(launches.append):
+        trace(fn)
+    assert len(launches) == 1
+    return launch(launches[0].kernel, launches[0].inputs, launches[0].call)[0]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Lets a trace build the launch of a kernel without Metal text: its graph node is never evaluated."""
+
+    def node(self, inputs, call):
+        shapes, dtypes = call["output_shapes"], call["output_dtypes"]
+        return [mx.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    monkeypatch.setattr("mlx_ds4.custom_kernels._kernel.Kernel._launch", node)
+
+
+def rows_of(count: int, width: int, seed: int = 0) -> mx.array:
+    x = np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
+    return mx.array(x).astype(mx.bfloat16)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dense_product(traced, format):
+    """31 weight rows (a partial tile); results within float32 summation error, rows alone equal rows together."""
+    planes = random_planes(np.random.default_rng(1), format, 32 if format == "FP8" else 31, 768)
+    x = rows_of(11, 768)
+    want = quant_matmul.quant_matmul_ref(x, format, planes, out_dtype=mx.float32)
+    dense = functools.partial(_quant_cuda.dense, format=format, planes=planes, groups=1, out_dtype=mx.float32)
+    many, few = run(lambda: dense(x)), run(lambda: dense(x[:3]))
+    fault, error = compare(many, want, 1e-5)
+    assert fault is None, (fault, error)
+    assert mx.array_equal(few, many[:3])
+    assert mx.array_equal(run(lambda: dense(x[1:2])), many[1:2])
+
+
+def test_grouped_product(traced):
+    planes = random_planes(np.random.default_rng(2), "Q8_0", 3 * 16, 128)
+    x = rows_of(2, 3 * 128)
+    want = quant_matmul.grouped_quant_matmul_ref(x, "Q8_0", planes, 3)
+    got = run(lambda: _quant_cuda.dense(x, "Q8_0", planes, groups=3, out_dtype=mx.bfloat16))
+    assert compare(got, want, 1e-5)[0] is None
+
+
+@pytest.mark.parametrize("formats", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4")])
+@pytest.mark.parametrize("rows", [1, 4, 13])
+def test_experts(traced, formats, rows):
+    """Few rows (bit masks of pairs) and many (pairs sorted by expert) against the reference, and with one another."""
+    rng = np.random.default_rng(3)
+    E, K, F, C = 5, 3, 256, 256
+    gate, up = (random_planes(rng, formats[0], E, F, C) for _ in range(2))
+    planes = random_planes(rng, formats[1], E, C, F)
+    x, shared = rows_of(rows, C), rows_of(rows, C, 1)
+    chosen = mx.array(np.sort(np.argsort(rng.random((rows, E)), axis=1)[:, :K], axis=1).astype(np.int32))
+    weights = mx.array(rng.random((rows, K), dtype=np.float32))
+    order = mx.array(np.argsort(np.array(chosen).reshape(-1), kind="stable").astype(np.int32))
+    counts = np.bincount(np.array(chosen).reshape(-1), minlength=E)
+    plan = (order, mx.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)))
+
+    def both(few: bool):
+        lists = None if few else plan
+        a = run(lambda: _quant_cuda.gate_up(x, formats[0], gate, up, chosen, weights, 10.0, lists))
+        if few:
+            return a, run(lambda: _quant_cuda.down_few(a, formats[1], planes, chosen, shared))
+        y = run(lambda: _quant_cuda.down_many(a, formats[1], planes, plan))
+        return a, expert_matmul._sum(y, shared)
+
+    reference = expert_matmul.expert_swiglu_ref(x, (formats[0], gate), (formats[0], up), chosen, weights, limit=10.0)
+    many = both(few=False)
+    assert compare(many[0], reference, 2e-3)[0] is None
+    want = expert_matmul.expert_down_ref(many[0], (formats[1], planes), chosen, shared)
+    assert compare(many[1], want, 2e-3)[0] is None
+    if rows <= 8:
+        for got, same in zip(both(few=True), many, strict=True):
+            assert mx.array_equal(got, same)
+
+
+SMALL = [case for module in (index_score, sparse_attention) for case in module.cases() if not case.large]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_selection_and_attention(case, monkeypatch):
+    arrays = case.inputs(np.random.default_rng(0))
+    launches = []
+    with watch_launches(launches.append):
+        trace(lambda: case.fn(*arrays))
+    calls = [item for item in launches if item.kernel.cuda_source]
+    assert calls, "this case launches no kernel with a CUDA body"
+    if int(np.prod(calls[0].call["grid"])) > 40 * 256:
+        pytest.skip("more than 40 blocks of fibers take too long here")
+    got = [launch(item.kernel, item.inputs, item.call)[0] for item in calls]
+    want = outputs(case.reference(*arrays))
+    for g, w in zip(got, want, strict=True):
+        assert compare(g, w, case.tolerance)[0] is None
