@@ -76,25 +76,27 @@ __device__ __forceinline__ void scaled_block(
   }
 }
 
-// A format: UNIT columns a step, DEPTH steps in flight. load() issues the reads of a step for rows g and g + 8,
-// multiply() adds its products. Widths are whole units.
+// A format: UNIT columns a step, DEPTH steps in flight; CODES, SCALES and SUPERS bytes of a step in each plane, and how
+// far lanes t lie apart in the planes and the columns. load() issues the reads of a step for rows g and g + 8, multiply()
+// adds its products; pointers are at the step and the lane already. Widths are whole units.
 template <int F>
 struct Weight;
 
 template <>
 struct Weight<Q8_0> {
-  static constexpr int UNIT = 128, DEPTH = 3;
+  static constexpr int UNIT = 128, DEPTH = 3, CODES = 128, SCALES = 8, SUPERS = 0;
+  static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4], s[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 8 * t + 32 * i);
-      s[r] = read8(w[r].scales + 8 * unit);
+      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 32 * i);
+      s[r] = read8(w[r].scales);
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       u32 a[2][4];
@@ -108,7 +110,7 @@ struct Weight<Q8_0> {
         u32 pair = i < 2 ? s[r].x : s[r].y;
         scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
       }
-      scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * i, scale[0], scale[1]);
+      scaled_block(acc, a, x, 32 * i, scale[0], scale[1]);
     }
   }
 };
@@ -116,22 +118,23 @@ struct Weight<Q8_0> {
 // e4m3 codes; one power-of-two scale for each 32x32 tile, so the 16 rows of a warp share it.
 template <>
 struct Weight<FP8> {
-  static constexpr int UNIT = 128, DEPTH = 3;
+  static constexpr int UNIT = 128, DEPTH = 3, CODES = 128, SCALES = 4, SUPERS = 0;
+  static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4];
   u32 s;
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 8 * t + 32 * i);
-    s = read4(w[0].scales + 4 * unit);
+      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 32 * i);
+    s = read4(w[0].scales);
   }
   // sign, exponent and mantissa moved to bfloat16's places; 2^120 makes up for the exponent bias.
   static __device__ __forceinline__ u32 value(u32 p) {
     return mul2(((p & 0x00800080u) << 8) | ((p & 0x007f007fu) << 4), 0x7b807b80u);
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       u32 a[2][4];
@@ -143,29 +146,30 @@ struct Weight<FP8> {
         a[r][3] = value(__byte_perm(q[r][i].y, 0, 0x4342));
       }
       float scale = exp2f((float)((s >> (8 * i)) & 255) - 127.f);
-      scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * i, scale, scale);
+      scaled_block(acc, a, x, 32 * i, scale, scale);
     }
   }
 };
 
 template <>
 struct Weight<Q4_K> {
-  static constexpr int UNIT = 256, DEPTH = 2;
+  static constexpr int UNIT = 256, DEPTH = 2, CODES = 128, SCALES = 12, SUPERS = 4;
+  static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4];
   u32 s[2][3];
   u32 super[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 128 * unit + 8 * t + 32 * i);
+      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 32 * i);
 #pragma unroll
-      for (int i = 0; i < 3; i++) s[r][i] = read4(w[r].scales + 12 * unit + 4 * i);
-      super[r] = read4(w[r].supers + 4 * unit);
+      for (int i = 0; i < 3; i++) s[r][i] = read4(w[r].scales + 4 * i);
+      super[r] = read4(w[r].supers);
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
     u32 scale[2][2], low[2][2];  // 6-bit scales and minima of the 8 sub-blocks, one a byte
     float d[2];
 #pragma unroll
@@ -194,7 +198,7 @@ struct Weight<Q4_K> {
       float s1 = d[1] * (float)((scale[1][j / 4] >> (8 * (j & 3))) & 255);
 #pragma unroll
       for (int i = 0; i < NT; i++) {
-        uint4 v = x.octet(i, 256 * unit + 8 * t + 32 * j);
+        uint4 v = x.octet(i, 32 * j);
         float p[4];
         block32(p, a, v);
         add_scaled(acc[i], p, s0, s1);
@@ -210,21 +214,22 @@ struct Weight<Q4_K> {
 // Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns.
 template <>
 struct Weight<Q2_K> {
-  static constexpr int UNIT = 256, DEPTH = 3;
+  static constexpr int UNIT = 256, DEPTH = 3, CODES = 64, SCALES = 16, SUPERS = 4;
+  static constexpr int LANE_CODES = 8, LANE_SCALES = 4, LANE_COLUMNS = 8;
   uint2 q[2][2];
   u32 s[2];  // of blocks 2 t and 2 t + 1
   u32 super[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) q[r][h] = read8(w[r].codes + 64 * unit + 8 * t + 32 * h);
-      s[r] = read4(w[r].scales + 16 * unit + 4 * t);
-      super[r] = read4(w[r].supers + 4 * unit);
+      for (int h = 0; h < 2; h++) q[r][h] = read8(w[r].codes + 32 * h);
+      s[r] = read4(w[r].scales);
+      super[r] = read4(w[r].supers);
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
     float p[NT][4], minima[NT][4];
     clear(p);
     clear(minima);
@@ -248,7 +253,7 @@ struct Weight<Q2_K> {
       }
 #pragma unroll
       for (int i = 0; i < NT; i++) {
-        uint4 v = x.octet(i, 256 * unit + 8 * t + 32 * j);
+        uint4 v = x.octet(i, 32 * j);
         add_block(p[i], a, v);
         mma(minima[i], m[0], m[1], m[0], m[1], v.x, v.y);
         mma(minima[i], m[0], m[1], m[0], m[1], v.z, v.w);
@@ -265,19 +270,20 @@ struct Weight<Q2_K> {
 // An octet is one entry of the grid (8 magnitudes as bfloat16 in shared memory) and 7 sign bits with parity.
 template <>
 struct Weight<IQ2_XXS> {
-  static constexpr int UNIT = 128, DEPTH = 2;  // half a block of 256
+  static constexpr int UNIT = 128, DEPTH = 2, CODES = 32, SCALES = 0, SUPERS = 0;  // half a block of 256
+  static constexpr int LANE_CODES = 0, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint4 q[2][2];
   u32 d[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) q[r][i] = read16(w[r].codes + 32 * unit + 16 * i);
+      for (int i = 0; i < 2; i++) q[r][i] = read16(w[r].codes + 16 * i);
       d[r] = ((const unsigned short*)w[r].scales)[unit / 2];
     }
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4* grid) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
     const float d8[2] = {half_bits(d[0]) * 0.125f, half_bits(d[1]) * 0.125f};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -296,7 +302,7 @@ struct Weight<IQ2_XXS> {
         a[r][3] = v.w ^ ((sign << 9) & 0x80008000u);
         scale[r] = d8[r] * (float)(2 * (rest >> 28) + 1);
       }
-      scaled_block(acc, a, x, 128 * unit + 8 * t + 32 * j, scale[0], scale[1]);
+      scaled_block(acc, a, x, 32 * j, scale[0], scale[1]);
     }
   }
 };
@@ -304,14 +310,15 @@ struct Weight<IQ2_XXS> {
 // Lane t owns a whole block of 32; e2m1 times its power of two is exact in bfloat16, so nothing is left for the sums.
 template <>
 struct Weight<MXFP4> {
-  static constexpr int UNIT = 128, DEPTH = 4;
+  static constexpr int UNIT = 128, DEPTH = 4, CODES = 64, SCALES = 4, SUPERS = 0;
+  static constexpr int LANE_CODES = 16, LANE_SCALES = 1, LANE_COLUMNS = 32;
   uint4 q[2];
   u32 s[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit, int t) {
+  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      q[r] = read16(w[r].codes + 64 * unit + 16 * t);
-      s[r] = w[r].scales[4 * unit + t];
+      q[r] = read16(w[r].codes);
+      s[r] = w[r].scales[0];
     }
   }
   // Four nibbles of w from bit 0 on, as two bfloat16 pairs. High and low bytes come from byte tables.
@@ -323,7 +330,7 @@ struct Weight<MXFP4> {
     second = mul2(__byte_perm(low, high, 0x7362) ^ (__byte_perm(even, w, 0x5010) & 0x80008000u), power);
   }
   template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int unit, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
     u32 power[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -340,7 +347,7 @@ struct Weight<MXFP4> {
         values(a[r][2], a[r][3], w >> 16, power[r]);
       }
 #pragma unroll
-      for (int i = 0; i < NT; i++) add_block(acc[i], a, x.octet(i, 128 * unit + 32 * t + 8 * o));
+      for (int i = 0; i < NT; i++) add_block(acc[i], a, x.octet(i, 8 * o));
     }
   }
 };
@@ -366,17 +373,39 @@ __device__ __forceinline__ void product(
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   const Planes rows[2] = {
       row_of<F>(w, base + min(16 * tile + g, N - 1), K), row_of<F>(w, base + min(16 * tile + g + 8, N - 1), K)};
-  Weight<F> ahead[D];
+  typedef Weight<F> W;
+  Planes at[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    at[r].codes = rows[r].codes + first * W::CODES + t * W::LANE_CODES;
+    at[r].scales = rows[r].scales + first * W::SCALES + t * W::LANE_SCALES;
+    at[r].supers = rows[r].supers + first * W::SUPERS;
+  }
+  Rows<NT> columns;
+#pragma unroll
+  for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + first * W::UNIT + t * W::LANE_COLUMNS;
+  auto fetch = [&](W& w, int unit) {
+    w.load(at, unit);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      at[r].codes += step * W::CODES;
+      at[r].scales += step * W::SCALES;
+      at[r].supers += step * W::SUPERS;
+    }
+  };
+  W ahead[D];
 #pragma unroll
   for (int d = 0; d < D; d++)
-    if (first + d * step < end) ahead[d].load(rows, first + d * step, t);
+    if (first + d * step < end) fetch(ahead[d], first + d * step);
   for (int unit = first; unit < end; unit += D * step) {
 #pragma unroll
     for (int d = 0; d < D; d++) {
       const int now = unit + d * step, later = now + D * step;
       if (now >= end) break;
-      ahead[d].multiply(acc, x, now, t, grid);
-      if (later < end) ahead[d].load(rows, later, t);
+      ahead[d].multiply(acc, columns, t, grid);
+#pragma unroll
+      for (int i = 0; i < NT; i++) columns.p[i] += step * W::UNIT;
+      if (later < end) fetch(ahead[d], later);
     }
   }
 }
