@@ -1,16 +1,19 @@
 """Greedy tokens of small models on this GPU: with kernels, without, and on the CPU; they must be equal.
 
-    MLX_ENABLE_TF32=0 python -m benchmarks.small_model [--tokens N]
+    python -m benchmarks.small_model [--tokens N]
 
-The shipped model (Q2 recipe) and the golden nano model (FP8 and FP4 weights). TF32 off, since MLX's float32 products
-on CUDA would otherwise keep 10 bits, which the reference does not mean. One JSON line a model.
+The shipped model (Q2 recipe) and the golden nano model (FP8 and FP4 weights). One JSON line a model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
+
+# The reference means float32; MLX's products on CUDA would otherwise keep 10 bits. Read when MLX multiplies first.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import mlx.core as mx
 

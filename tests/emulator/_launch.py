@@ -109,7 +109,7 @@ def _load(
                 *prepared.find(r"\bthreadgroup\b[^*&]*[;\[]"),
             )
         runtime()  # first: the kernel's library needs the runtime's
-        library = ctypes.CDLL(str(built.library))
+        library = ctypes.CDLL(str(built.path))
         library.emulator_group_start.restype = library.emulator_group_stop.restype = ctypes.c_void_p
         start, stop = library.emulator_group_start() or 0, library.emulator_group_stop() or 0
         base = built.variables[0].address if built.variables else 0
@@ -306,7 +306,7 @@ def _run(
         if answer.error_pc and answer.image_base:
             # The address is behind the instruction.
             offset = answer.error_pc - answer.image_base - 1
-            where = _toolchain.source_line(kernel.built.library, offset, kernel.prepared)
+            where = _toolchain.source_line(kernel.built.path, offset, kernel.prepared)
         raise EmulatorError(name, KINDS[answer.error_kind], detail, *where)
     return answer, buffers
 

@@ -101,7 +101,7 @@ class Variable:
 class Built:
     """A compiled kernel. `variables` are sorted by address."""
 
-    library: Path
+    path: Path
     variables: tuple[Variable, ...]
 
 
