@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_ds4.formats import planes as block_planes
 
 # The numbers by which kernels know the formats.
-FORMAT_IDS = {"Q8_0": 0, "Q4_K": 1, "Q2_K": 2, "IQ2_XXS": 3, "MXFP4": 4, "FP8": 5}
+FORMAT_IDS = {"Q8_0": 0, "Q4_K": 1, "Q2_K": 2, "IQ2_XXS": 3, "MXFP4": 4, "FP8": 5, "F32": 6, "F16": 7, "BF16": 8}
 # Columns of one block, where a row must be whole blocks; FP8 tiles and 32-column blocks share one rule.
 _BLOCK = {"Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 # MLX hands arrays of fewer elements to Metal in the constant address space.
@@ -133,6 +133,19 @@ inline Octet octet_at(const device uint* codes, S scales, D supers, ulong row, u
             w.q[i] = float(v.x); w.q[i + 4u] = float(v.y);
         }
         w.scale = octet_power(uint(scales[block32]) + 14u);
+    } else if (FORMAT >= 6) {  // float32, float16, bfloat16: the values themselves
+        w.scale = 1.0f;
+        if (FORMAT == 6) {
+            for (uint i = 0; i < 8u; i++) w.q[i] = ((const device float*)codes)[here * 8ul + ulong(i)];
+        } else {
+            uint4 c = ((const device uint4*)codes)[here];
+            for (uint i = 0; i < 4u; i++) {
+                uint two = i == 0u ? c.x : i == 1u ? c.y : i == 2u ? c.z : c.w;
+                half2 h = as_type<half2>(two);
+                w.q[2u * i] = FORMAT == 7 ? float(h.x) : as_type<float>(two << 16);
+                w.q[2u * i + 1u] = FORMAT == 7 ? float(h.y) : as_type<float>(two & 0xffff0000u);
+            }
+        }
     } else {
         uint2 c = ((const device uint2*)codes)[here];
         octet_e4m3_word(c.x, w.q); octet_e4m3_word(c.y, w.q + 4);
@@ -263,8 +276,9 @@ def kernel_takes(format: str, planes: block_planes.Planes) -> bool:
 
 
 def plane_inputs(format: str, planes: block_planes.Planes) -> list[mx.array]:
-    """The three arrays by which kernels know a weight: codes as words, scales, supers (scales again without any)."""
-    scales = planes["scales"]
+    """The three arrays by which kernels know a weight: codes as words, scales (codes again without any), supers (scales
+    again without any)."""
+    scales = planes.get("scales", planes["codes"])
     if format == "Q4_K":
         scales = scales.view(mx.uint32)
     return [planes["codes"].view(mx.uint32), scales, planes.get("supers", scales)]

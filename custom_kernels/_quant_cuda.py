@@ -19,7 +19,8 @@ from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
 
-_SHORT_UNITS = ("Q8_0", "MXFP4", "FP8")  # the others come in blocks of 256 columns
+# Columns of one step; no entry: a float format, which the portable text multiplies.
+_UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 _SMS = 132
 _GATE_UP_SPLIT = 4
 _DOWN_WARPS = 4
@@ -266,7 +267,7 @@ _down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DO
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:
     """Whether the tensor-core kernels take x against a weight of this format and width; groups are whole tiles."""
-    return x.dtype == mx.bfloat16 and width % (128 if format in _SHORT_UNITS else 256) == 0 and rows_of_weight % 16 == 0
+    return format in _UNITS and x.dtype == mx.bfloat16 and width % _UNITS[format] == 0 and rows_of_weight % 16 == 0
 
 
 def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int, out_dtype: mx.Dtype) -> mx.array:

@@ -9,6 +9,8 @@ from mlx_ds4.formats.planes import FP8_TILE, Planes
 
 # Bytes of all planes for one weight.
 BYTES = {"Q8_0": 34 / 32, "Q4_K": 144 / 256, "Q2_K": 84 / 256, "IQ2_XXS": 66 / 256, "MXFP4": 17 / 32, "FP8": 1.0}
+_FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+BYTES |= {format: float(dtype.size) for format, dtype in _FLOATS.items()}
 # Bytes of codes for 32 columns.
 _CODES = {"Q8_0": 32, "Q4_K": 16, "Q2_K": 8, "IQ2_XXS": 8, "MXFP4": 16, "FP8": 32}
 
@@ -24,6 +26,9 @@ def random_planes(rng: np.random.Generator, format: str, *shape: int) -> Planes:
         spread = rng.random((*leading, out, columns), dtype=np.float32)
         return mx.array((size * (0.5 + spread)).astype(np.float16))
 
+    if format in _FLOATS:
+        values = rng.standard_normal((*leading, out, width), dtype=np.float32) * np.float32(0.02)
+        return {"codes": mx.array(values).astype(_FLOATS[format])}
     codes = draw(_CODES[format] * width // 32)
     if format == "Q8_0":
         return {"codes": mx.array(codes.view(np.int8)), "scales": halves(width // 32, 3e-4)}

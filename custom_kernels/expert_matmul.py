@@ -4,9 +4,9 @@
     a = bf16(w * (silu(min(g, limit)) * clip(u, -limit, limit)))                float32 inside
     y = bf16(sum over chosen e, ascending, of bf16(a W2[e]^T) + shared)         float32 sum, rounded once
 
-Architecture notes 8.2. A weight is (format, planes) with a leading expert axis; format None means float weights,
-{"weight": [E, out, in]}. Where the trained formats ask for FP8 inputs, the caller rounds x and a. A row's result does
-not depend, bit for bit, on the rows that ride with it while they are at most `MOST_ROWS`.
+Architecture notes 8.2. A weight is (format, planes) with a leading expert axis. Where the trained formats ask for FP8
+inputs, the caller rounds x and a. A row's result does not depend, bit for bit, on the rows that ride with it while they
+are at most `MOST_ROWS`.
 
 Kernels, all within tolerance of the reference. With D distinct experts among the chosen, out x in each:
 
@@ -56,7 +56,7 @@ from ._octet import (
 )
 from ._random_planes import BYTES, random_planes
 
-Weight = tuple[str | None, dict[str, mx.array]]
+Weight = tuple[str, dict[str, mx.array]]
 
 # More rows go through tiles; not yet measured on a Mac.
 MOST_ROWS = 8
@@ -133,8 +133,8 @@ def expert_swiglu(
     of another width; expert numbers are not checked.
     """
     N, K = chosen.shape
-    for weight in (gate, up):
-        _check("expert_swiglu", weight, x.shape[-1])
+    for format, planes in (gate, up):
+        check_planes("expert_swiglu", format, planes, x.shape[-1])
     if not _launches(chosen, gate, up):
         return expert_swiglu_ref(x, gate, up, chosen, weights, limit=limit)
     F = gate[1]["codes"].shape[-2]
@@ -188,7 +188,7 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: mx.array | 
     above. Errors as in `expert_swiglu`.
     """
     N, K, F = a.shape
-    _check("expert_down", down, F)
+    check_planes("expert_down", *down, F)
     if not _launches(chosen, down):
         return expert_down_ref(a, down, chosen, shared)
     E, C, _ = down[1]["codes"].shape
@@ -226,17 +226,9 @@ def expert_down_ref(a: mx.array, down: Weight, chosen: mx.array, shared: mx.arra
     return _sum(_each_expert(chosen, lambda expert, pairs: _product_ref(flat[pairs], down, expert), down[1]), shared)
 
 
-def _check(what: str, weight: Weight, width: int) -> None:
-    format, planes = weight
-    if format is not None:
-        check_planes(what, format, planes, width)
-
-
 def _launches(chosen: mx.array, *weights: Weight) -> bool:
     return (
-        enabled("expert_matmul")
-        and chosen.size > 0
-        and all(format is not None and kernel_takes(format, planes) for format, planes in weights)
+        enabled("expert_matmul") and chosen.size > 0 and all(kernel_takes(format, planes) for format, planes in weights)
     )
 
 
@@ -275,7 +267,7 @@ def _product_ref(x: mx.array, weight: Weight, expert: mx.array | int) -> mx.arra
     """x [P, in] through one expert, or row i through expert[i] -> bfloat16 [P, out]."""
     format, planes = weight
     planes = {name: plane[expert] for name, plane in planes.items()}
-    w = planes["weight"].astype(mx.float32) if format is None else block_planes.dequantize(format, planes)
+    w = block_planes.dequantize(format, planes)
     x = x.astype(mx.float32)
     y = x @ w.T if w.ndim == 2 else (x[:, None] @ w.swapaxes(-1, -2))[:, 0]
     return y.astype(mx.bfloat16)

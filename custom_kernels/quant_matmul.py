@@ -1,4 +1,4 @@
-"""Products with block-quantized weights: y = x W^T for Q8_0, Q4_K, Q2_K, IQ2_XXS, MXFP4 and FP8.
+"""Products with stored weights: y = x W^T for Q8_0, Q4_K, Q2_K, IQ2_XXS, MXFP4, FP8 and float ones.
 
     y[n, o] = cast(sum_i f32(x[n, i]) * W[o, i], out_dtype)        W as `planes.dequantize` gives it
 
@@ -212,7 +212,10 @@ def grouped_quant_matmul_ref(x: mx.array, format: str, planes: block_planes.Plan
 
 
 def _launches(x: mx.array, format: str, planes: block_planes.Planes) -> bool:
-    return enabled("quant_matmul") and x.size > 0 and kernel_takes(format, planes)
+    """Many rows times float weights are MLX's own business; for few it would cast the weight first, each time."""
+    few = prod(x.shape[:-1]) <= MOST_ROWS
+    floats = format in block_planes.FLOATS.values()
+    return enabled("quant_matmul") and x.size > 0 and (few or not floats) and kernel_takes(format, planes)
 
 
 def _product(
@@ -288,6 +291,9 @@ def cases() -> list[Case]:
         case("IQ2_XXS", 5, (31, 512), dtype=mx.float32),
         case("MXFP4", 8, (33, 352)),
         case("FP8", 4, (40, 64)),
+        case("F16", 2, (33, 96), dtype=mx.float32),
+        case("BF16", 1, (31, 64)),
+        case("F32", 3, (5, 64), dtype=mx.float32),
         case("Q8_0", 2, (7, 64), (33, 64), (2, 64)),
         case("MXFP4", 1, (7, 128), (33, 128)),
         case("Q8_0", 3, (3 * 11, 64), groups=3),

@@ -13,6 +13,7 @@ the `gguf` package's. Any leading axes (stacked experts) are kept.
 | IQ2_XXS | codes uint32 [.., in/16] (pairs a0, a1 per 32 weights), scales float16 [.., in/256] |
 | MXFP4 | codes uint8 [.., in/2], low nibble = even column (MLX's order), scales uint8 [.., in/32] |
 | FP8 | codes uint8 [out, in] (e4m3), scales uint8 [ceil(out/32), ceil(in/32)], official release only |
+| F32, F16, BF16 | codes float [.., in]: the values themselves |
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ FORMATS = (*_BLOCKS, "FP8")
 # Formats whose weights are the trained ones: their linears round activations to FP8 as in training.
 TRAINED_FORMATS = ("MXFP4", "FP8")
 FP8_TILE = 32
+# Float weights as formats of one plane, so that products take any weight the same way.
+FLOATS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 
 
 def to_planes(name: str, raw: mx.array) -> Planes:
@@ -90,12 +93,15 @@ def from_planes(name: str, planes: Planes) -> mx.array:
 def columns_of(name: str, planes: Planes) -> int:
     """Input width of the weight that `planes` hold."""
     width = planes["codes"].shape[-1]
-    return {"Q8_0": width, "FP8": width, "IQ2_XXS": 16 * width, "Q2_K": 4 * width}.get(name, 2 * width)
+    return width * {"IQ2_XXS": 16, "Q2_K": 4, "Q4_K": 2, "MXFP4": 2}.get(name, 1)
 
 
 def dequantize(name: str, planes: Planes) -> mx.array:
     """The weight as float32 [.., out, in], equal to `gguf.quants.dequantize` bit for bit."""
-    codes, scales = planes["codes"], planes["scales"]
+    codes = planes["codes"]
+    if name in FLOATS.values():
+        return codes.astype(mx.float32)
+    scales = planes["scales"]
     if name == "Q8_0":
         return _flat(codes.reshape(*codes.shape[:-1], -1, 32).astype(mx.float32) * scales[..., None])
     if name == "MXFP4":

@@ -56,11 +56,16 @@ class BlockWeight(nn.Module):
         return f"{self._format}, shape={self.shape}"
 
 
-def dense(weight: mx.array | BlockWeight, index: mx.array | int | None = None) -> mx.array:
-    """Any weight as float32 values, optionally some entries of its first axis."""
+def stored(weight: mx.array | BlockWeight) -> tuple[str, dict[str, mx.array]]:
+    """(format, planes) as the products take them; a float weight is its own plane."""
     if isinstance(weight, BlockWeight):
-        return weight.dequantize(index)
-    return (weight if index is None else weight[index]).astype(mx.float32)
+        return weight.format, weight.planes
+    return block_planes.FLOATS[weight.dtype], {"codes": weight}
+
+
+def dense(weight: mx.array | BlockWeight) -> mx.array:
+    """Any weight as float32 values."""
+    return block_planes.dequantize(*stored(weight))
 
 
 class Linear(nn.Module):
@@ -89,9 +94,7 @@ class Linear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self.rounds_input:
             x = fake_quant_fp8(x)
-        if isinstance(self.weight, BlockWeight):
-            return quant_matmul(x, self.weight.format, self.weight.planes, out_dtype=self._out_dtype)
-        return (x.astype(mx.float32) @ dense(self.weight).T).astype(self._out_dtype)
+        return quant_matmul(x, *stored(self.weight), out_dtype=self._out_dtype)
 
     def _extra_repr(self) -> str:
         out_dims, in_dims = self.weight.shape
@@ -102,18 +105,11 @@ def apply_together(x: mx.array, *layers: Linear) -> list[mx.array]:
     """[layer(x) for layer in layers], the same bits; layers that round alike share the rounding, and a launch where
     their block formats agree."""
     first = layers[0]
-    alike = all(
-        isinstance(layer.weight, BlockWeight)
-        and layer.rounds_input == first.rounds_input
-        and layer._out_dtype == first._out_dtype
-        for layer in layers
-    )
-    if not alike:
+    if any(layer.rounds_input != first.rounds_input or layer._out_dtype != first._out_dtype for layer in layers):
         return [layer(x) for layer in layers]
     if first.rounds_input:
         x = fake_quant_fp8(x)
-    weights = [(layer.weight.format, layer.weight.planes) for layer in layers]
-    return quant_matmul_group(x, weights, out_dtype=first._out_dtype)
+    return quant_matmul_group(x, [stored(layer.weight) for layer in layers], out_dtype=first._out_dtype)
 
 
 def rounds_input(weight: mx.array | BlockWeight, override: bool | None) -> bool:
@@ -135,10 +131,4 @@ class GroupedLinear(nn.Module):
         self._groups = groups
 
     def __call__(self, x: mx.array) -> mx.array:
-        if isinstance(self.weight, BlockWeight):
-            return grouped_quant_matmul(x, self.weight.format, self.weight.planes, self._groups)
-        weight = dense(self.weight)
-        weight = weight.reshape(self._groups, -1, weight.shape[-1])  # [G, rank, in / G]
-        rows = x.astype(mx.float32).reshape(-1, self._groups, weight.shape[-1]).swapaxes(0, 1)
-        y = (rows @ weight.swapaxes(1, 2)).astype(mx.bfloat16)  # [G, rows, rank]
-        return y.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+        return grouped_quant_matmul(x, *stored(self.weight), self._groups)

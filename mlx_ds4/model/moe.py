@@ -8,9 +8,10 @@ from mlx import nn
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu, expert_down, expert_swiglu
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
+from mlx_ds4.custom_kernels.quant_matmul import quant_matmul
 from mlx_ds4.custom_kernels.router import route
 
-from .linear import BlockWeight, Linear, apply_together, dense, rounds_input
+from .linear import Linear, apply_together, rounds_input, stored
 from .step import Step
 
 
@@ -23,7 +24,7 @@ class Gate(nn.Module):
         self.bias = mx.zeros((experts,))
 
     def __call__(self, x: mx.array) -> mx.array:
-        return x.astype(mx.float32) @ dense(self.weight).T
+        return quant_matmul(x, *stored(self.weight), out_dtype=mx.float32)
 
 
 class StackedLinear(nn.Module):
@@ -41,13 +42,6 @@ class StackedLinear(nn.Module):
     @rounds_input.setter
     def rounds_input(self, value: bool | None) -> None:
         self._rounds_input = value
-
-    @property
-    def stored(self) -> tuple[str | None, dict[str, mx.array]]:
-        """(format, planes) as the expert products take them; format None for a float weight."""
-        if isinstance(self.weight, BlockWeight):
-            return self.weight.format, self.weight.planes
-        return None, {"weight": self.weight}
 
 
 class Experts(nn.Module):
@@ -68,10 +62,10 @@ class Experts(nn.Module):
         """x, shared [N, C], chosen int32 [N, K] ascending, weights float32 [N, K] -> bfloat16 [N, C]."""
         if self.w1.rounds_input or self.w3.rounds_input:
             x = fake_quant_fp8(x)
-        a = expert_swiglu(x, self.w1.stored, self.w3.stored, chosen, weights, limit=self._limit)
+        a = expert_swiglu(x, stored(self.w1.weight), stored(self.w3.weight), chosen, weights, limit=self._limit)
         if self.w2.rounds_input:
             a = fake_quant_fp8(a)
-        return expert_down(a, self.w2.stored, chosen, shared)
+        return expert_down(a, stored(self.w2.weight), chosen, shared)
 
 
 class SharedExpert(nn.Module):
