@@ -115,11 +115,9 @@ class Engram(nn.Module):
 
     def __call__(self, h: mx.array, records: mx.array, step: Step) -> mx.array:
         """h [B, L, M, C], records uint8 [B, L, columns, D + D/32] -> bfloat16 [B, L, M, C]."""
-        B, L, M, C = h.shape
+        B, L = h.shape[:2]
         embedding = dequantize_engram_rows(records).reshape(B, L, -1)
         kv = self.wkv(embedding)
-        keys, value = kv[..., : M * C].reshape(B, L, M, C), kv[..., M * C :]
-        qk = self.q_weight.astype(mx.float32) * self.k_weight.astype(mx.float32)
         step.note("engram.e", embedding)
         step.note("engram.kv", kv)
-        return engram_update(h, keys, value, qk, eps=self._eps)
+        return engram_update(h, kv, self.q_weight, self.k_weight, eps=self._eps)

@@ -24,6 +24,7 @@ CASES = {
     "hyper_connection_collapse_norm": "hyper_connection/collapse_norm_3x4x129",
     "hyper_connection_expand": "hyper_connection/expand_3x4x129",
     "router": "router/1x33_k31_normal",
+    "engram_update": "engram/3x4x129_float32",
     "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
@@ -44,6 +45,8 @@ MUTATIONS = [
     ("hyper_connection_split", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
     ("hyper_connection_expand", "row < uint(y_shape[0])", "true", "out-of-bounds"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
+    ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
+    ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
     ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),
     ("router", "if (int(lane) < K) {", "if (true) {", "out-of-bounds"),
     ("router", "k < key", "k > key", "wrong result"),
