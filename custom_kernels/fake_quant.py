@@ -22,12 +22,14 @@ import numpy as np
 from ._case import Case
 from ._kernel import Kernel, enabled
 
+# What a kernel calls the three roundings, and their blocks.
+KINDS = {"fp8": (0, 32), "fp4": (1, 32), "fp4_e4m3": (2, 16)}
 _INV_448 = float(np.float32(1) / np.float32(448))
 _INV_6 = float(np.float32(1) / np.float32(6))
 
 # Everything but one product is integer arithmetic, because a GPU may flush float32 subnormals to zero (Apple's
 # do) and may divide inexactly. |x| in bfloat16 is a * 2^(e - 134) with a < 256; a scale is n * 2^q with n < 16.
-_FAKE_QUANT_HEADER = (
+FAKE_QUANT_HEADER = (
     f"""
 constexpr constant float fq_inv_448 = {_INV_448!r}f;
 constexpr constant float fq_inv_6 = {_INV_6!r}f;
@@ -48,15 +50,9 @@ inline int fq_ceil_exponent(float r) {  // the smallest i with 2^i >= r, for nor
     uint bits = as_type<uint>(r);
     return int(bits >> 23) - 127 + ((bits & 0x7fffffu) != 0u ? 1 : 0);
 }
-"""
-)
-
-_FAKE_QUANT_SOURCE = """
-    // A thread owns one value; a simdgroup owns 32 in a row, which are one block of 32 or two of 16.
-    uint i = thread_position_in_grid.x;
-    bool inside = i < uint(x_shape[0]);
-    uint u = 0u;  // the value's bits in bfloat16
-    if (inside) u = WIDE ? (uint(x[i]) + 0x7fffu + ((uint(x[i]) >> 16) & 1u)) >> 16 : uint(x[i]);
+// The bits u of a bfloat16 after rounding, with the peak of its block of lanes; every lane of the simdgroup calls it.
+template <int KIND, int BLOCK>
+inline uint fq_round(uint u) {
     uint size = u & 0x7fffu;
     uint peak = size;  // sizes of bfloat16 order as integers do
     for (uint step = BLOCK / 2; step > 0; step >>= 1) peak = metal::max(peak, simd_shuffle_xor(peak, ushort(step)));
@@ -94,13 +90,24 @@ _FAKE_QUANT_SOURCE = """
         else code = metal::min(fq_divide(a, 4u * b), 3u);
         bits = fq_encode(code * n, q + unit);
     }
-    if (inside) y[i] = as_type<bfloat16_t>(ushort(bits | (u & 0x8000u)));
+    return bits | (u & 0x8000u);
+}
+"""
+)
+
+_FAKE_QUANT_SOURCE = """
+    // A thread owns one value; a simdgroup owns 32 in a row, which are one block of 32 or two of 16.
+    uint i = thread_position_in_grid.x;
+    bool inside = i < uint(x_shape[0]);
+    uint u = 0u;  // the value's bits in bfloat16
+    if (inside) u = WIDE ? (uint(x[i]) + 0x7fffu + ((uint(x[i]) >> 16) & 1u)) >> 16 : uint(x[i]);
+    u = fq_round<KIND, BLOCK>(u);
+    if (inside) y[i] = as_type<bfloat16_t>(ushort(u));
 """
 
 _fake_quant_kernel = Kernel(
-    "fake_quant", ["x"], ["y"], _FAKE_QUANT_SOURCE, _FAKE_QUANT_HEADER, exact=True, family="fake_quant"
+    "fake_quant", ["x"], ["y"], _FAKE_QUANT_SOURCE, FAKE_QUANT_HEADER, exact=True, family="fake_quant"
 )
-_FP8, _FP4, _FP4_E4M3 = 0, 1, 2
 
 
 def fake_quant_fp8(x: mx.array) -> mx.array:
@@ -108,24 +115,25 @@ def fake_quant_fp8(x: mx.array) -> mx.array:
 
     The block maximum is floored at 1e-4. D must be a multiple of 32 (ValueError otherwise).
     """
-    return _fake_quant(x, _FP8, 32) if _use_kernel(x) else fake_quant_fp8_ref(x)
+    return _fake_quant(x, "fp8") if _use_kernel(x) else fake_quant_fp8_ref(x)
 
 
 def fake_quant_fp4(x: mx.array) -> mx.array:
     """Rounds x [.., D] to e2m1 in blocks of 32 with power-of-two scales; returns bfloat16 [.., D]."""
-    return _fake_quant(x, _FP4, 32) if _use_kernel(x) else fake_quant_fp4_ref(x)
+    return _fake_quant(x, "fp4") if _use_kernel(x) else fake_quant_fp4_ref(x)
 
 
 def fake_quant_fp4_e4m3(x: mx.array) -> mx.array:
     """Rounds x [.., D] to e2m1 in blocks of 16 with e4m3 scales; returns bfloat16 [.., D]."""
-    return _fake_quant(x, _FP4_E4M3, 16) if _use_kernel(x) else fake_quant_fp4_e4m3_ref(x)
+    return _fake_quant(x, "fp4_e4m3") if _use_kernel(x) else fake_quant_fp4_e4m3_ref(x)
 
 
 def _use_kernel(x: mx.array) -> bool:
     return x.size > 0 and x.dtype in (mx.bfloat16, mx.float32) and enabled("fake_quant")
 
 
-def _fake_quant(x: mx.array, kind: int, block: int) -> mx.array:
+def _fake_quant(x: mx.array, name: str) -> mx.array:
+    kind, block = KINDS[name]
     _check_width(x, block)
     wide = x.dtype == mx.float32
     return _fake_quant_kernel(

@@ -7,7 +7,7 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4_e4m3, fake_quant_fp8
+from mlx_ds4.custom_kernels.cache_entry import cache_entry
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         low_rank, kv = apply_together(x, self.wq_a, self.wkv)
         qr = self.q_norm(low_rank)
         q = rope(self.wq_b(qr).reshape(B, L, c.num_attention_heads, c.head_dim), *turn)
-        kv = fake_quant_fp8(rope(self.kv_norm(kv), *turn))
+        kv = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=c.rms_norm_eps)
         near = kv if cache.window is None else mx.concatenate([cache.window, kv], axis=1)
         window = step.window_list(near.shape[1] - L)
         sources = [(near, mx.broadcast_to(window, (B, *window.shape)))]
@@ -70,8 +70,7 @@ class Attention(nn.Module):
             step.note("latent", latent)
             if latent.shape[1]:
                 cache.index_keys.append(self.indexer.keys(latent, step))
-                turned = rope(latent, *step.group_rotation(self._ratio))
-                cache.compressed.append(fake_quant_fp4_e4m3(turned))
+                cache.compressed.append(cache_entry(latent, *step.group_rotation(self._ratio), "fp4_e4m3"))
         if "indexer" in self:
             if step.end // self._ratio == 0:  # nothing is complete yet
                 step.selection = mx.zeros((x.shape[0], step.length, 0), dtype=mx.int32)

@@ -7,9 +7,8 @@ from mlx import nn
 
 from mlx_ds4.cache import GrowingRows
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4
+from mlx_ds4.custom_kernels.cache_entry import cache_entry
 from mlx_ds4.custom_kernels.index_score import index_scores
-from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.topk import top_k, top_k_groups
 
 from .linear import Linear
@@ -43,13 +42,14 @@ class Indexer(nn.Module):
 
     def keys(self, latent: mx.array, step: Step) -> mx.array:
         """Index keys of new entries from their latents [B, n, D]: bfloat16 [B, n, index width]."""
-        return fake_quant_fp4(rope(self.k_norm(self.wk(latent)), *step.group_rotation(self._ratio)))
+        turn = step.group_rotation(self._ratio)
+        return cache_entry(self.wk(latent), *turn, "fp4", weight=self.k_norm.weight, eps=self._config.rms_norm_eps)
 
     def queries(self, x: mx.array, qr: mx.array, step: Step) -> tuple[mx.array, mx.array]:
         """Index queries [B, L, heads, width] and head weights [B, L, heads], bfloat16."""
         c = self._config
         q = self.wq_b(qr).reshape(*qr.shape[:2], c.index_n_heads, c.index_head_dim)
-        q = fake_quant_fp4(rope(q, *step.rotation(self._ratio)))
+        q = cache_entry(q, *step.rotation(self._ratio), "fp4")
         scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         return q, (self.weights_proj(x).astype(mx.float32) * scale).astype(mx.bfloat16)
 

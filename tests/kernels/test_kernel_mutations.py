@@ -25,6 +25,7 @@ CASES = {
     "hyper_connection_expand": "hyper_connection/expand_3x4x129",
     "router": "router/1x33_k31_normal",
     "engram_update": "engram/3x4x129_float32",
+    "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
     "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
@@ -45,6 +46,8 @@ MUTATIONS = [
     ("hyper_connection_split", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
     ("hyper_connection_expand", "row < uint(y_shape[0])", "true", "out-of-bounds"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
+    ("cache_entry", "t + 2u * uint(P) >= uint(D)", "t + 2u * uint(P) > uint(D)", "wrong result"),
+    ("cache_entry", "if (t % 32u == 0) part", "part", "race"),
     ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
     ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
     ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),
@@ -64,12 +67,12 @@ def without(text: str, index: int) -> str:
     return BARRIER.join(parts[: index + 1]) + ";" + BARRIER.join(parts[index + 1 :])
 
 
-def finding(name: str, source: str, monkeypatch) -> str:
-    """What is found when the kernel has this source: a kind of EmulatorError, "wrong result", or ""."""
+def finding(name: str, monkeypatch, **texts: str) -> str:
+    """What is found when the kernel has this source or header: a kind of EmulatorError, "wrong result", or ""."""
     monkeypatch.setattr(_kernel, "_registry", dict(_kernel._registry))
     kernel = next(k for k in all_kernels() if k.name == name)
-    assert source != kernel.source
-    mutant = dataclasses.replace(kernel, name=f"{name}_mutant", source=source)
+    mutant = dataclasses.replace(kernel, name=f"{name}_mutant", **texts)
+    assert (mutant.source, mutant.header) != (kernel.source, kernel.header)
     module = load_all()[kernel.family]
     attribute = next(a for a, value in vars(module).items() if value is kernel)
     monkeypatch.setattr(module, attribute, mutant)
@@ -83,11 +86,12 @@ def finding(name: str, source: str, monkeypatch) -> str:
 
 @pytest.mark.parametrize(("name", "index"), BARRIERS)
 def test_a_lost_barrier_is_noticed(name, index, monkeypatch):
-    assert finding(name, without(source_of(name), index), monkeypatch) in ("race", "uninitialised")
+    assert finding(name, monkeypatch, source=without(source_of(name), index)) in ("race", "uninitialised")
 
 
 @pytest.mark.parametrize(("name", "old", "new", "found"), MUTATIONS)
 def test_a_lost_guard_is_noticed(name, old, new, found, monkeypatch):
-    source = source_of(name)
-    assert old in source, "the kernel changed: write the mutation anew"
-    assert finding(name, source.replace(old, new, 1), monkeypatch) == found
+    kernel = next(k for k in all_kernels() if k.name == name)
+    part = next((part for part in ("source", "header") if old in getattr(kernel, part)), None)
+    assert part, "the kernel changed: write the mutation anew"
+    assert finding(name, monkeypatch, **{part: getattr(kernel, part).replace(old, new, 1)}) == found
