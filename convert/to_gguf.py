@@ -19,6 +19,7 @@ from mlx_ds4.sources import OfficialSource, open_source, read_config_json
 
 from .gguf_metadata import metadata_records
 from .gguf_writer import GGUFTensor, write_gguf
+from .imatrix import check_imatrix, read_imatrix
 from .recipe import RECIPES, Recipe, plan
 
 ALIGNMENT = 16384
@@ -31,37 +32,51 @@ def official_to_gguf(
     path: str | os.PathLike,
     recipe: str,
     *,
+    imatrix: str | os.PathLike | None = None,
     alignment: int = ALIGNMENT,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Writes the text model of an official folder as the GGUF `path` by one of `recipe.RECIPES`.
 
     FP4 experts become MXFP4 with the same bits; other types are encoded from the exact values, K-quants
-    and IQ2_XXS with each matrix's column energy as importance. Memory: one expert, or 8 M weights of
+    and IQ2_XXS with the column importance of the file `imatrix`, or each matrix's column energy where it says
+    nothing. Memory: one expert, or 8 M weights of
     another tensor, at a time. ValueError (as `open_source`) for a folder that is not a complete release,
     for widths the recipe cannot hold, values that do not fit their type, or a full disk; nothing is left
     under `path` then.
     """
     chosen, path = RECIPES[recipe], Path(path)
+    importance = read_imatrix(imatrix) if imatrix is not None else {}
     source = open_source(folder)
     if not isinstance(source, OfficialSource):
         raise ValueError(f"{folder} is a GGUF file, expected an official folder: it is already converted")
     weights = model_weights(source.config)
+    check_imatrix(importance, weights, imatrix)
     needed = sum(plan(weights, chosen).values())
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise ValueError(f"{path}: the file needs {needed} bytes but {free} are free: make room or choose another disk")
     tokenizer = source.tokenizer()
     token_map, hashes, _ = source.engram(tokenizer)
+    calibration = "imatrix" if importance else "none" if chosen.exact else "weight-energy bootstrap"
     records = metadata_records(
         read_config_json(source.path), tokenizer.gguf_metadata(), token_map, hashes,
-        recipe=chosen, alignment=alignment, calibration="none" if chosen.exact else "weight-energy bootstrap",
+        recipe=chosen, alignment=alignment, calibration=calibration,
     )  # fmt: skip
-    tensors = [GGUFTensor(w.gguf, gguf_shape(w), chosen.type_of(w), _pieces(source.folder, w, chosen)) for w in weights]
+    if importance:
+        records.append(("quantize.imatrix.file", "string", Path(imatrix).name))
+    tensors = [
+        GGUFTensor(
+            w.gguf, gguf_shape(w), chosen.type_of(w), _pieces(source.folder, w, chosen, importance.get(w.gguf))
+        )
+        for w in weights
+    ]  # fmt: skip
     write_gguf(path, records, tensors, alignment=alignment, progress=progress)
 
 
-def _pieces(folder: SafetensorsFolder, weight: Weight, recipe: Recipe) -> Callable[[], Iterator[np.ndarray]]:
+def _pieces(
+    folder: SafetensorsFolder, weight: Weight, recipe: Recipe, importance: np.ndarray | None
+) -> Callable[[], Iterator[np.ndarray]]:
     kind = recipe.type_of(weight)
 
     def produce() -> Iterator[np.ndarray]:
@@ -71,15 +86,17 @@ def _pieces(folder: SafetensorsFolder, weight: Weight, recipe: Recipe) -> Callab
             for codes, scales in _packed_experts(folder, weight):
                 yield np.array(from_planes("MXFP4", {"codes": mx.array(codes), "scales": mx.array(scales)}))
         else:
-            for values in _values(folder, weight):
-                yield _encode(weight, kind, values, exact=recipe.exact)
+            for number, values in enumerate(_values(folder, weight)):
+                row = None if importance is None else importance[number if weight.storage == "FP4" else 0]
+                yield _encode(weight, kind, values, row, exact=recipe.exact)
 
     return produce
 
 
-def _encode(weight: Weight, kind: str, values: np.ndarray, *, exact: bool) -> np.ndarray:
-    # Without calibration data the energy of the weights stands for that of the inputs.
-    importance = np.square(values).sum(0) if TYPE_INFO[kind][1] == 256 else None
+def _encode(weight: Weight, kind: str, values: np.ndarray, importance: np.ndarray | None, *, exact: bool) -> np.ndarray:
+    if TYPE_INFO[kind][1] == 256 and (importance is None or not importance.any()):
+        # Without calibration data the energy of the weights stands for that of the inputs.
+        importance = np.square(values).sum(0)
     try:
         out = encode(kind, values, importance)
     except ValueError as error:

@@ -14,6 +14,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "custom_kernels").is_dir():
 # therefore not among them: the function is `mlx_ds4.api.generate`.
 _exports = {
     "load": "api",
+    "load_drafter": "drafter_files",
     "stream_generate": "api",
     "GenerationResponse": "api",
     "generate_step": "generation",

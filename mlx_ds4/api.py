@@ -7,6 +7,7 @@ differences: `max_tokens=0` is legal (run the prompt, produce nothing), `stop` t
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import time
@@ -17,10 +18,12 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_ds4.generation import PromptCache, check_token_range, generate_step, token_limit
+from mlx_ds4 import chat
+from mlx_ds4.generation import PromptCache, check_token_range, generate_step, token_limit, with_history
 from mlx_ds4.loader import load_model
 from mlx_ds4.model.model import Model
 from mlx_ds4.sampling import LogitsProcessor
+from mlx_ds4.speculative import DraftCounts, SpeculativeDrafter, speculative_step
 from mlx_ds4.stop_strings import StopStrings
 from mlx_ds4.tokenizer import Tokenizer
 
@@ -64,7 +67,7 @@ class GenerationResponse:
     first token, and generated tokens after the first over the time since then (0 for one token).
     `peak_memory` is in GB (1e9 bytes). `finish_reason` is None except on the last response: "stop" (an
     end-of-text id or a stop string) or "length". With `max_tokens=0` there is a single response with `token`
-    and `logprobs` None.
+    and `logprobs` None. `from_draft` tells tokens that the drafter had guessed, `drafts` counts its work so far.
     """
 
     text: str
@@ -78,6 +81,7 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None = None
     cached_tokens: int = 0
+    drafts: DraftCounts | None = None
 
 
 def stream_generate(
@@ -90,6 +94,7 @@ def stream_generate(
     prompt_cache=None,
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    draft_model: SpeculativeDrafter | None = None,
     **kwargs,
 ) -> Generator[GenerationResponse, None, None]:
     """Yields one `GenerationResponse` per generated token, the end-of-text token included.
@@ -104,8 +109,11 @@ def stream_generate(
     taken from the cache (`cached_tokens`), and the cache holds this exchange afterwards, also when the caller
     stops early. If the model fails, the cache is cleared; an interruption (KeyboardInterrupt, or a
     BaseException such as asyncio.CancelledError raised by the progress callback) keeps what was done. A plain
-    `model.make_cache()` works as in mlx_lm: `prompt` continues what it holds. Remaining arguments are those
-    of `generate_step`.
+    `model.make_cache()` works as in mlx_lm: `prompt` continues what it holds.
+
+    `draft_model`, from `load_drafter`, makes generation speculative: the same tokens, sooner where its guesses are
+    good. What the model reasons is decoded serially then. Remaining arguments are those of `generate_step`, with
+    a drafter also those of `speculative_step` (`num_draft_tokens`).
 
     Raises ValueError at the call for what `generate_step` refuses and for empty stop strings.
     """
@@ -117,12 +125,18 @@ def stream_generate(
     if reused is not None:
         cached = reused.reuse(ids)
         prompt_cache = reused.cache
-        logits_processors = [_with_history(ids[:cached], process) for process in logits_processors or []]
+        logits_processors = [with_history(ids[:cached], process) for process in logits_processors or []]
         prompt_progress_callback = _with_checkpoint(reused, ids, prompt_progress_callback)
     elif prompt_cache is None:
         prompt_cache = model.make_cache()
     limit = token_limit(model, prompt_cache, len(ids) - cached, max_tokens)
-    steps = generate_step(
+    drafts = None
+    step: Callable = generate_step
+    if draft_model is not None:
+        drafts = kwargs["counts"] = DraftCounts()
+        marks = [tokenizer.token_id(mark) for mark in (chat.THINK, chat.END_THINK)]
+        step = functools.partial(speculative_step, drafter=draft_model, reasoning=None if None in marks else marks)
+    steps = step(
         mx.array(ids[cached:]),
         model,
         max_tokens=limit,
@@ -131,23 +145,23 @@ def stream_generate(
         prompt_progress_callback=prompt_progress_callback,
         **kwargs,
     )
-    return _stream(steps, tokenizer, ids, limit, stops, cached, reused)
+    return _stream(steps, tokenizer, ids, limit, stops, cached, reused, drafts)
 
 
-def _stream(steps, tokenizer, ids, limit, stops, cached, reused):
+def _stream(steps, tokenizer, ids, limit, stops, cached, reused, drafts):
     detokenizer = tokenizer.detokenizer
     end_ids = set(tokenizer.eos_token_ids)
     produced: list[int] = []
     start = time.perf_counter()
     prompt_time = first = 0.0
 
-    def response(text: str, logprobs: mx.array | None, reason: str | None) -> GenerationResponse:
+    def response(text: str, logprobs: mx.array | None, reason: str | None, drafted: bool) -> GenerationResponse:
         later = time.perf_counter() - first
         return GenerationResponse(
             text=text,
             token=produced[-1] if produced else None,
             logprobs=logprobs,
-            from_draft=False,
+            from_draft=drafted,
             prompt_tokens=len(ids),
             prompt_tps=(len(ids) - cached) / max(prompt_time, 1e-9),
             generation_tokens=len(produced),
@@ -155,10 +169,11 @@ def _stream(steps, tokenizer, ids, limit, stops, cached, reused):
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=reason,
             cached_tokens=cached,
+            drafts=drafts,
         )
 
     try:
-        for token, logprobs in steps:
+        for token, logprobs, *drafted in steps:
             produced.append(token)
             if len(produced) == 1:
                 first = time.perf_counter()
@@ -173,17 +188,18 @@ def _stream(steps, tokenizer, ids, limit, stops, cached, reused):
             if last and not stopped:
                 text += stops.flush()
             reason = "stop" if ended or stopped else "length" if last else None
-            yield response(text, logprobs, reason)
+            yield response(text, logprobs, reason, any(drafted))
             if reason:
                 break
         if not produced:
             prompt_time = time.perf_counter() - start
-            yield response("", None, "length")
+            yield response("", None, "length", False)
     except Exception:
         if reused is not None:
             reused.clear()
         raise
     finally:
+        steps.close()  # what was drafted and not used leaves the cache
         if reused is not None:
             reused.record(ids + produced)
 
@@ -205,12 +221,13 @@ def generate(model, tokenizer, prompt, verbose: bool = False, **kwargs) -> str:
 
 
 def summary(response: GenerationResponse) -> str:
-    """The closing lines for a finished generation, worded as mlx_lm's, and the cached tokens."""
+    """The closing lines for a finished generation, worded as mlx_lm's, and the cached tokens and drafts."""
+    drafts = "" if response.drafts is None else f"\nDrafts: {response.drafts}"
     return (
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB\n"
-        f"Cached: {response.cached_tokens} tokens"
+        f"Cached: {response.cached_tokens} tokens{drafts}"
     )
 
 
@@ -226,12 +243,6 @@ def _prompt_ids(tokenizer, prompt: str | Sequence[int] | mx.array) -> list[int]:
     if not ids:
         raise ValueError("The prompt is empty; give some text or at least one token id.")
     return ids
-
-
-def _with_history(prefix: list[int], process: LogitsProcessor) -> LogitsProcessor:
-    """A processor that also sees the tokens taken from the cache: reuse must not change its result."""
-    before = mx.array(prefix, mx.int32)
-    return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
 
 
 def _with_checkpoint(cache: PromptCache, ids: list[int], progress: Callable | None) -> Callable[[int, int], None]:

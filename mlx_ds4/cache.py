@@ -92,10 +92,54 @@ class LayerCache:
         return sum(array.nbytes for array in self.state)
 
 
+class DraftRings:
+    """The drafter's state of one sequence: what its stages see of the positions that the model has processed.
+
+    `rows` bfloat16 [stages, n, D] are finished; the positions behind them wait as taps, bfloat16 [m, C], until a
+    proposal needs them, so that serial steps cost nothing. Both end at `offset`; the oldest are dropped when
+    there are more than the window and `REWIND`.
+    """
+
+    def __init__(self, window: int):
+        self.rows: mx.array | None = None
+        self.taps: mx.array | None = None
+        self.offset = 0
+        self.keep = window + REWIND
+
+    def append(self, taps: mx.array, end: int) -> None:
+        """Adds the taps [m, C] of the last m positions before `end`; after a gap what was held is forgotten."""
+        if end - len(taps) != self.offset:
+            self.rows = self.taps = None
+        self.taps = (taps if self.taps is None else mx.concatenate([self.taps, taps]))[-self.keep :]
+        if len(self.taps) == self.keep:
+            self.rows = None
+        self.offset = end
+
+    def finish(self, rows: mx.array) -> None:
+        """Replaces the waiting taps by their rows [stages, m, D]."""
+        rows = rows if self.rows is None else mx.concatenate([self.rows, rows], axis=1)
+        self.rows, self.taps = rows[:, -self.keep :], None
+
+    def trim(self, offset: int) -> None:
+        """Forgets the positions from `offset` on."""
+        count = max(0, self.offset - offset)
+        waiting = 0 if self.taps is None else len(self.taps)
+        self.offset -= count
+        if self.taps is not None:
+            self.taps = self.taps[: waiting - count] if count < waiting else None
+        if self.rows is not None and count > waiting:
+            self.rows = self.rows[:, : self.rows.shape[1] - (count - waiting)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.rows, self.taps) if array is not None)
+
+
 class Cache:
     """State of a batch of equally long sequences.
 
     `offset` is the number of positions processed; `rewindable` how many of the last ones `trim` can take back.
+    `rings` is the drafter's part, made by speculative decoding of one sequence.
     """
 
     def __init__(self, config: ModelConfig):
@@ -105,6 +149,7 @@ class Cache:
         self.rewindable = 0
         # Mapped n-gram ids of the last positions, int64 [B, <= ngram - 1 + REWIND]; -1 marks a dead position.
         self.history: np.ndarray | None = None
+        self.rings: DraftRings | None = None
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -139,6 +184,8 @@ class Cache:
             layer.trim(count, self.offset)
         if self.history is not None:
             self.history = self.history[:, : self.history.shape[1] - count]
+        if self.rings is not None:
+            self.rings.trim(self.offset)
         return count
 
     def is_trimmable(self) -> bool:
@@ -152,12 +199,14 @@ class Cache:
             twin = copy.copy(layer)
             twin.compressed, twin.index_keys = copy.copy(layer.compressed), copy.copy(layer.index_keys)
             other.layers.append(twin)
+        other.rings = copy.copy(self.rings)
         return other
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return sum(layer.nbytes for layer in self.layers)
+        rings = 0 if self.rings is None else self.rings.nbytes
+        return sum(layer.nbytes for layer in self.layers) + rings
 
 
 def _capacity(rows: int) -> int:

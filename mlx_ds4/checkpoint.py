@@ -71,6 +71,8 @@ ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engram": ("Engram projections", ("Q8_0", *_FLOATS)),
     "engram_vector": ("Engram projections", _VECTOR),
     "engram_table": ("Engram tables", ("I8",)),
+    "drafter": ("drafter", _MATRIX),
+    "drafter_vector": ("drafter", _VECTOR),
 }
 
 
@@ -94,6 +96,30 @@ def model_weights(config: ModelConfig) -> list[Weight]:
                 "engram_table",
             )
         )
+    return out
+
+
+def drafter_weights(stages: ModelConfig, taps: int) -> list[Weight]:
+    """Every trained tensor of a drafter whose stages are the layers of `stages` (`dspark.stage_config`) and that
+    reads `taps` layers of its model. GGUF names are those of ds4; the unused image bias is left out."""
+    hidden, vocab, rank = stages.hidden_size, stages.vocab_size, stages.dspark_markov_rank
+    last = f"mtp.{stages.num_hidden_layers - 1}"
+    out = []
+    for stage in range(stages.num_hidden_layers):
+        for w in _layer_weights(stages, stage):
+            names = (w.name.replace("layers.", "mtp.", 1), w.gguf.replace("blk.", "mtp.", 1))
+            if not w.name.endswith(".bias_vl"):
+                out.append(Weight(*names, w.shape, w.storage, w.role))
+
+    def add(name: str, shape: tuple[int, ...], storage: str, role: str, gguf: str | None = None) -> None:
+        out.append(Weight(name, gguf or name, shape, storage, role))
+
+    add("mtp.0.main_proj.weight", (hidden, taps * hidden), "FP8", "drafter")
+    add("mtp.0.main_norm.weight", (hidden,), "BF16", "drafter_vector")
+    add(f"{last}.norm.weight", (hidden,), "BF16", "drafter_vector")
+    for part, w in (("embed", "markov_w1"), ("head", "markov_w2")):
+        add(f"{last}.markov_head.{part}.weight", (vocab, rank), "BF16", "drafter", f"{last}.markov_head.{w}.weight")
+    add(f"{last}.confidence_head.proj.weight", (1, hidden + rank), "BF16", "drafter")
     return out
 
 
@@ -196,8 +222,13 @@ def scale_name(name: str) -> str:
 
 def official_tensors(config: ModelConfig) -> dict[str, Expected]:
     """Every text-model tensor of the release's folder by name, scale companions included."""
+    return official_parts(model_weights(config))
+
+
+def official_parts(weights: Iterable[Weight]) -> dict[str, Expected]:
+    """What the release's folder stores for the given weights, by name."""
     out = {}
-    for weight in model_weights(config):
+    for weight in weights:
         for name in official_names(weight):
             if weight.storage in ("F32", "BF16"):
                 out[name] = Expected(weight.shape, (weight.storage,))
@@ -221,7 +252,12 @@ def gguf_shape(weight: Weight) -> tuple[int, ...]:
 
 def gguf_tensors(config: ModelConfig) -> dict[str, Expected]:
     """Every tensor of a ds4 GGUF by name, with the types that this loader accepts."""
-    return {w.gguf: Expected(gguf_shape(w), ROLES[w.role][1]) for w in model_weights(config)}
+    return gguf_parts(model_weights(config))
+
+
+def gguf_parts(weights: Iterable[Weight]) -> dict[str, Expected]:
+    """What a GGUF stores for the given weights, by name."""
+    return {w.gguf: Expected(gguf_shape(w), ROLES[w.role][1]) for w in weights}
 
 
 def official_bytes(weight: Weight) -> int:

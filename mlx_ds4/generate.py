@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from mlx_ds4 import chat
-from mlx_ds4.api import GenerationResponse, load, stream_generate, summary
+from mlx_ds4.api import GenerationResponse, load, shipped_model, stream_generate, summary
+from mlx_ds4.drafter_files import find_drafter, load_drafter
 from mlx_ds4.inspect_file import inspect_file
 from mlx_ds4.sampling import make_sampler
 from mlx_ds4.stop_strings import StopStrings
@@ -59,6 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--prefill-step-size", type=_integer(1), default=2048, metavar="N", help="prompt tokens per pass (2048)")
 
+    add("--dspark", action=argparse.BooleanOptionalAction,
+        help="draft tokens with the DSpark drafter beside the model; the text stays the same (off)")  # fmt: skip
+    add("--draft-model", metavar="FILE", help="a DSpark GGUF or an official folder with the drafter; implies --dspark")
+    add("--num-draft-tokens", type=_integer(1), metavar="N", help="drafts to verify in a pass at most (all)")
+
     add("--output", choices=("text", "tokens", "json"), default="text", help="what to print (text)")
     add("--verbose", type=_boolean, default=True, metavar="BOOL", help="also print rates and settings (true)")
     return parser
@@ -91,10 +97,20 @@ def _generate(args: argparse.Namespace) -> int:
     StopStrings(args.stop)
     if args.nothink and (args.think or args.think_level):
         raise UsageError("--nothink contradicts --think and --think-level; choose one.")
+    if args.dspark is False and args.draft_model:
+        raise UsageError("--no-dspark contradicts --draft-model; choose one.")
+    if args.num_draft_tokens and not (args.dspark or args.draft_model):
+        raise UsageError("--num-draft-tokens needs --dspark or --draft-model.")
+    drafting = {}
     prompt = _prompt(args)
     show = args.verbose or sys.stderr.isatty()
     with _bar("Loading", "B", show) as progress:
         model, tokenizer = load(args.model, progress=progress)
+    if args.dspark or args.draft_model:
+        file = args.draft_model or find_drafter(args.model or shipped_model())
+        with _bar("Drafter", "B", show) as progress:
+            drafting["draft_model"] = load_drafter(model, file, progress=progress)
+        drafting["num_draft_tokens"] = args.num_draft_tokens
     ids = _encode(args, tokenizer, prompt)
     if args.verbose:
         settings = ", ".join(f"{name} {getattr(args, name)}" for name in ("temp", "top_p", "min_p", "top_k", "seed"))
@@ -109,6 +125,7 @@ def _generate(args: argparse.Namespace) -> int:
             sampler=sampler,
             prefill_step_size=args.prefill_step_size,
             prompt_progress_callback=progress,
+            **drafting,
         )
         try:
             return _print_responses(args, responses, tokenizer.detokenizer)

@@ -96,7 +96,7 @@ def _steps(prompt, model, cache, limit, sample, processors, step_size, progress)
     progress(done, total)
     while done < total:
         chunk = prompt[done : done + step_size]
-        with _whole_call():
+        with whole_call():
             logits = model(chunk[None], cache=cache, last_only=True)
         done += chunk.size
         if done < total or limit == 0:
@@ -125,7 +125,7 @@ def _steps(prompt, model, cache, limit, sample, processors, step_size, progress)
             if n + 1 < limit:
                 if processors:
                     history = mx.concatenate([history, token.astype(history.dtype)])
-                with _whole_call():
+                with whole_call():
                     next_logits = model(token[None], cache=cache, last_only=True)
                     fed_ahead = 1
                 following = choose(next_logits)
@@ -144,8 +144,14 @@ def _steps(prompt, model, cache, limit, sample, processors, step_size, progress)
         raise
 
 
+def with_history(prefix: Sequence[int], process: LogitsProcessor) -> LogitsProcessor:
+    """A processor that also sees the tokens before those of the call: a cache must not change its result."""
+    before = mx.array(prefix, mx.int32)
+    return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
+
+
 @contextlib.contextmanager
-def _whole_call() -> Iterator[None]:
+def whole_call() -> Iterator[None]:
     """Holds Ctrl+C back until the model call inside is complete.
 
     Half a call leaves the state of some layers a step ahead of the others, and no rewind can mend that. A

@@ -48,7 +48,7 @@ class Description:
 
 
 def describe(path: str | os.PathLike, *, strict: bool = True) -> Description:
-    """Reads and checks the header of a GGUF file or an official folder; errors as `load_model`'s."""
+    """Reads and checks the headers of a GGUF file or a folder; errors as `load_model`'s."""
     return _describe(open_source(path, strict=strict))
 
 
@@ -68,7 +68,7 @@ def load_model(
     config_overrides: Mapping[str, Any] | None = None,
     memory_limit: int | None = None,
 ) -> tuple[Model, Tokenizer]:
-    """Loads a ds4 GGUF file (or its first raw piece) or an official folder: (model, tokenizer).
+    """Loads a ds4 GGUF file (or its first raw piece), an official or a converted folder: (model, tokenizer).
 
     Every tensor of the config must be there in the right shape and type; `strict=False` accepts tensors of
     unknown names beside them, and a GGUF of another size than the release. Weights are brought in one at a
@@ -102,14 +102,15 @@ def load_model(
     done = 0
     for weight in _bound_weights(model, source.config):
         value = source.read(weight)
-        _bind(model, weight, value)
+        bind(model, weight, value)
         done += source.nbytes(weight)
         if progress:
             progress(done, total, weight.name)
         mx.clear_cache()  # the pieces of this weight fit no other one
+    rounding = source.activation_rounding if activation_rounding is None else activation_rounding
     for module in model.modules():
         if isinstance(getattr(type(module), "rounds_input", None), property):
-            module.rounds_input = activation_rounding
+            module.rounds_input = rounding
     return model, tokenizer
 
 
@@ -121,7 +122,8 @@ def _bound_weights(model: Model, config: ModelConfig) -> list[Weight]:
     return weights
 
 
-def _bind(model: Model, weight: Weight, value: mx.array | BlockWeight) -> None:
+def bind(model: nn.Module, weight: Weight, value: mx.array | BlockWeight) -> None:
+    """Puts a weight in the place that its name says."""
     *path, last = weight.name.split(".")
     module: Any = model
     for part in path:

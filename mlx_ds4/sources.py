@@ -1,8 +1,9 @@
-"""A model's two sources behind one face: a ds4 GGUF file and the official release's folder.
+"""A model's sources behind one face: a ds4 GGUF file, the official release's folder, a converted folder.
 
 A source is opened by reading headers only; it has checked that every tensor of the config is there. `read`
 then brings one weight at a time into the form in which the model holds it: block formats as `BlockWeight`
-planes, float tensors in their own dtype. Scales that are NaN or infinite are refused by tensor name.
+planes, float tensors in their own dtype. Scales that are NaN or infinite are refused by tensor name. Files and
+releases also give a weight as `pieces` of its planes, for programs that pass it on without holding it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ import numpy as np
 from mlx_ds4 import checkpoint
 from mlx_ds4.checkpoint import CheckpointError, Weight
 from mlx_ds4.config import ConfigError, ModelConfig
+from mlx_ds4.converted import ConvertedSource, refuse_unfinished
 from mlx_ds4.engram_map import engram_token_map
-from mlx_ds4.formats import planes as block_planes
 from mlx_ds4.formats.deepseek41 import check_metadata
 from mlx_ds4.formats.engram_rows import EngramRows, GGUFEngramRows, OfficialEngramRows
+from mlx_ds4.formats.engram_spans import Span, file_span
+from mlx_ds4.formats.folder_layout import FLOATS, SECTION
 from mlx_ds4.formats.gguf import FormatError, GGUFFile
-from mlx_ds4.formats.quant_blocks import find_bad_scales
+from mlx_ds4.formats.host_planes import split_rows
+from mlx_ds4.formats.quant_blocks import find_bad_engram_rows, find_bad_scales
 from mlx_ds4.formats.safetensors import SafetensorsFolder
 from mlx_ds4.model.engram import EngramHash, engram_constants
 from mlx_ds4.model.linear import BlockWeight
 from mlx_ds4.tokenizer import Tokenizer
 
-_PIECE = 64 << 20  # bytes brought in at a time
+_PIECE = 16 << 20  # bytes brought in at a time
 _MAX_CONFIG = 16 << 20
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# The small files of a release folder that a model needs besides its shards.
+TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 class Source(Protocol):
@@ -44,6 +50,7 @@ class Source(Protocol):
     kind: str
     config: ModelConfig
     types: Counter[str]
+    activation_rounding: bool | None  # what the weights ask for; None: it follows from their formats
 
     def nbytes(self, weight: Weight) -> int: ...
 
@@ -54,21 +61,40 @@ class Source(Protocol):
     def engram(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[EngramHash], list[EngramRows]]: ...
 
 
+class ConvertibleSource(Source, Protocol):
+    """What the converter needs besides."""
+
+    def format_of(self, weight: Weight) -> str: ...
+
+    def pieces(self, weight: Weight) -> Iterator[dict[str, np.ndarray]]: ...
+
+    def files(self) -> dict[Path, int]: ...
+
+    def table_spans(self, weight: Weight) -> list[Span]: ...
+
+
 def open_source(path: str | os.PathLike, *, strict: bool = True) -> Source:
-    """Opens a GGUF file (or its first raw piece) or an official folder and checks its tensor list.
+    """Opens a GGUF file (or its first raw piece), an official or a converted folder and checks its tensor list.
 
     With `strict=False` tensors of unknown names are accepted, and a GGUF whose sizes are consistent but not
     those of the release. Raises FormatError for a damaged file,
     ConfigError for a config that is not implemented, CheckpointError for tensors that do not fit it.
     """
     path = Path(path)
-    return OfficialSource(path, strict) if path.is_dir() else GGUFSource(path, strict)
+    if not path.is_dir():
+        return GGUFSource(path, strict)
+    refuse_unfinished(path)
+    raw = read_config_json(path)
+    if SECTION in raw:
+        return ConvertedSource(path, raw)
+    return OfficialSource(path, strict)
 
 
 class GGUFSource:
     """A ds4 GGUF: weights by their GGUF types, Engram constants and tokenizer from the metadata."""
 
     kind = "gguf"
+    activation_rounding = None
 
     def __init__(self, path: Path, strict: bool):
         self.path = path
@@ -86,26 +112,39 @@ class GGUFSource:
         """Payload bytes of a weight."""
         return self.gguf.tensors[weight.gguf].nbytes
 
+    def format_of(self, weight: Weight) -> str:
+        """Block format or float dtype in which the file holds a weight; I8 for Engram tables."""
+        return self.gguf.tensors[weight.gguf].type_name
+
     def read(self, weight: Weight) -> mx.array | BlockWeight:
         """One weight as the model holds it, evaluated; needs memory for the weight once more meanwhile."""
-        kind = self.gguf.tensors[weight.gguf].type_name
-        if kind in _NUMPY:
-            return _join({"": _floats(kind, raw)} for raw in self._rows(weight, kind))[""].reshape(weight.shape)
-        planes = _join(block_planes.to_planes(kind, mx.array(raw)) for raw in self._rows(weight, kind))
-        return BlockWeight(kind, {n: p.reshape(*weight.shape[:-1], -1) for n, p in planes.items()})
+        return _assemble(self.format_of(weight), weight.shape, self.pieces(weight))
 
-    def _rows(self, weight: Weight, kind: str) -> Iterator[np.ndarray]:
-        """Raw rows uint8 [n, row bytes] in pieces, their scales checked."""
+    def pieces(self, weight: Weight) -> Iterator[dict[str, np.ndarray]]:
+        """Rows of a weight in order, plane -> [n, width], float and table rows as plane ""; scales are checked."""
         info = self.gguf.tensors[weight.gguf]
-        step = max(1, _PIECE // info.row_bytes) * info.row_bytes
+        kind, step = info.type_name, max(1, _PIECE // info.row_bytes) * info.row_bytes
         for start in range(0, info.nbytes, step):
             raw = self.gguf.read(info.name, start, min(start + step, info.nbytes)).reshape(-1, info.row_bytes)
-            if find_bad_scales(kind, raw).size:
+            if (find_bad_engram_rows(raw) if kind == "I8" else find_bad_scales(kind, raw)).size:
                 raise FormatError(
                     f"{self.path}: tensor {info.name} ({kind}) holds a scale or value that is NaN or infinite: "
                     "the file is damaged, download it again"
                 )
-            yield raw
+            if kind == "I8":
+                yield {"": raw}
+            else:
+                yield {"": raw.view(_NUMPY[kind])} if kind in FLOATS else split_rows(kind, raw)
+
+    def files(self) -> dict[Path, int]:
+        """The files that the source consists of, and how many of their first bytes name them."""
+        pieces = self.gguf.pieces
+        return {piece: self.gguf.data_start if piece == pieces[0] else 0 for piece in pieces}
+
+    def table_spans(self, weight: Weight) -> list[Span]:
+        """Where the rows of an Engram table lie."""
+        info = self.gguf.tensors[weight.gguf]
+        return [file_span(self.gguf.path, self.gguf.data_start, info.offset, info.row_bytes)]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the metadata holds."""
@@ -128,6 +167,7 @@ class OfficialSource:
     """The release's folder: config.json, tokenizer files, safetensors shards."""
 
     kind = "official"
+    activation_rounding = None
 
     def __init__(self, path: Path, strict: bool):
         self.path = path
@@ -144,39 +184,75 @@ class OfficialSource:
         """Payload bytes of a weight, scales included."""
         return checkpoint.official_bytes(weight)
 
+    def format_of(self, weight: Weight) -> str:
+        """Block format or float dtype of a weight in memory: FP4 is MXFP4 there; I8 for Engram tables."""
+        return {"FP4": "MXFP4", "ROWS": "I8"}.get(weight.storage, weight.storage)
+
     def read(self, weight: Weight) -> mx.array | BlockWeight:
         """One weight as the model holds it, evaluated; needs memory for the weight once more meanwhile."""
-        if weight.storage in _NUMPY:
-            kind = weight.storage
-            return _join({"": _floats(kind, raw)} for raw in self._floats(weight))[""].reshape(weight.shape)
-        if weight.storage == "FP8":
-            codes = _join({"codes": mx.array(raw)} for raw in self._fp8_codes(weight))
-            return BlockWeight("FP8", {**codes, "scales": mx.array(self._scales(weight.name, weight))})
-        return BlockWeight("MXFP4", _join(self._fp4(weight)))
+        return _assemble(self.format_of(weight), weight.shape, self.pieces(weight))
 
-    def _pieces(self, name: str, row_bytes: int) -> Iterator[np.ndarray]:
+    def pieces(self, weight: Weight) -> Iterator[dict[str, np.ndarray]]:
+        """Rows of a weight in order, plane -> [n, width], float and table rows as plane ""; scales are checked.
+
+        The scales of an FP8 matrix come in one piece, behind its codes.
+        """
+        if weight.storage == "ROWS":
+            yield from self._records(weight)
+        elif weight.storage == "FP4":
+            _, rows, columns = weight.shape
+            for name in checkpoint.official_names(weight):
+                codes = self.folder.read(name).reshape(rows, columns // 2)
+                yield {"codes": codes, "scales": self._scales(name, weight)}
+        elif weight.storage == "FP8":
+            for raw in self._rows(weight.name, weight.shape[-1]):
+                if ((raw & 127) == 127).any():
+                    raise self._damaged(weight.name)
+                yield {"codes": raw}
+            yield {"scales": self._scales(weight.name, weight)}
+        else:
+            for raw in self._rows(weight.name, weight.shape[-1] * (4 if weight.storage == "F32" else 2)):
+                if find_bad_scales(weight.storage, raw).size:
+                    raise self._damaged(weight.name)
+                yield {"": raw.view(_NUMPY[weight.storage])}
+
+    def _rows(self, name: str, row_bytes: int) -> Iterator[np.ndarray]:
         info = self.folder.tensors[name]
         step = max(1, _PIECE // row_bytes) * row_bytes
         for start in range(0, info.nbytes, step):
             yield self.folder.read(name, start, min(start + step, info.nbytes)).reshape(-1, row_bytes)
 
-    def _floats(self, weight: Weight) -> Iterator[np.ndarray]:
-        for raw in self._pieces(weight.name, weight.shape[-1] * (4 if weight.storage == "F32" else 2)):
-            if find_bad_scales(weight.storage, raw).size:
+    def _records(self, weight: Weight) -> Iterator[dict[str, np.ndarray]]:
+        names = weight.name, checkpoint.scale_name(weight.name)
+        widths = [self.folder.tensors[name].shape[1] for name in names]
+        step = max(1, _PIECE // sum(widths))
+        for start in range(0, weight.shape[0], step):
+            stop = min(start + step, weight.shape[0])
+            records = np.concatenate(
+                [
+                    self.folder.read(name, start * width, stop * width).reshape(-1, width)
+                    for name, width in zip(names, widths, strict=True)
+                ],
+                axis=1,
+            )
+            if find_bad_engram_rows(records).size:
                 raise self._damaged(weight.name)
-            yield raw
+            yield {"": records}
 
-    def _fp8_codes(self, weight: Weight) -> Iterator[np.ndarray]:
-        for raw in self._pieces(weight.name, weight.shape[-1]):
-            if ((raw & 127) == 127).any():
-                raise self._damaged(weight.name)
-            yield raw
+    def files(self) -> dict[Path, int]:
+        """The files that the source consists of, and how many of their first bytes name them."""
+        infos = self.folder.tensors.values()
+        shards = dict.fromkeys(sorted({info.file for info in infos}), 0)
+        for info in infos:  # the data begins where the header ends
+            shards[info.file] = min(shards[info.file] or info.offset, info.offset)
+        texts = [self.path / name for name in (*TEXT_FILES, "model.safetensors.index.json")]
+        return {**shards, **{text: text.stat().st_size for text in texts if text.is_file()}}
 
-    def _fp4(self, weight: Weight) -> Iterator[dict[str, mx.array]]:
-        _, rows, columns = weight.shape
-        for name in checkpoint.official_names(weight):
-            codes = self.folder.read(name).reshape(1, rows, columns // 2)
-            yield {"codes": mx.array(codes), "scales": mx.array(self._scales(name, weight)[None])}
+    def table_spans(self, weight: Weight) -> list[Span]:
+        """Where the rows of an Engram table lie."""
+        infos = [self.folder.tensors[name] for name in (weight.name, checkpoint.scale_name(weight.name))]
+        headers = self.files()
+        return [file_span(info.file, headers[info.file], info.offset, info.shape[1]) for info in infos]
 
     def _scales(self, name: str, weight: Weight) -> np.ndarray:
         name = checkpoint.scale_name(name)
@@ -260,22 +336,21 @@ def _tables(config: ModelConfig) -> list[Weight]:
     return [w for w in checkpoint.model_weights(config) if w.storage == "ROWS"]
 
 
-def _floats(kind: str, raw: np.ndarray) -> mx.array:
-    """Raw little-endian bytes as an array of their own dtype (BF16 travels as its bits)."""
-    values = mx.array(raw.view(_NUMPY[kind]))
-    return values.view(mx.bfloat16) if kind == "BF16" else values
-
-
-def _join(pieces: Iterable[dict[str, mx.array]]) -> dict[str, mx.array]:
+def _assemble(kind: str, shape: tuple[int, ...], pieces: Iterable[dict[str, np.ndarray]]) -> mx.array | BlockWeight:
     """Joins pieces along the first axis, evaluating as it goes so that nothing waits in a graph."""
     parts: dict[str, list[mx.array]] = {}
     for piece in pieces:
-        mx.eval(piece)
-        for name, array in piece.items():
-            parts.setdefault(name, []).append(array)
-    out = {}
+        for name, rows in piece.items():
+            parts.setdefault(name, []).append(mx.array(rows))
+        mx.eval(*(arrays[-1] for arrays in parts.values()))
+    planes = {}
     for name in list(parts):
         arrays = parts.pop(name)
-        out[name] = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
-        mx.eval(out[name])
-    return out
+        planes[name] = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+        mx.eval(planes[name])
+    if kind in FLOATS:
+        values = planes[""].view(mx.bfloat16) if kind == "BF16" else planes[""]
+        return values.reshape(shape)
+    if kind == "FP8":
+        return BlockWeight(kind, planes)
+    return BlockWeight(kind, {name: plane.reshape(*shape[:-1], -1) for name, plane in planes.items()})

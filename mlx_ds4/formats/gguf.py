@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,11 @@ class GGUFFile:
         """`general.architecture`, or "" when it is missing or not a string."""
         value = self.metadata.get("general.architecture")
         return value if isinstance(value, str) else ""
+
+    @property
+    def pieces(self) -> list[Path]:
+        """The files on the disk whose bytes together are this one: itself, or its raw pieces in order."""
+        return [Path(piece.path) for piece in self._source.pieces] if self._source else []
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Bytes [start, stop) of a tensor's payload as a fresh uint8 array; all of it by default.

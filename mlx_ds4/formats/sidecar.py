@@ -10,6 +10,7 @@ from mlx_ds4.formats.gguf_header import show
 from mlx_ds4.formats.metadata_reader import MetadataReader, is_whole
 
 _DRAFTERS = {"deepseek41-dspark", "deepseek4-dspark", "dflash"}
+_DRAFTER_KEYS = ("deepseek4.dspark.", "deepseek4.dspark_", "dspark.", "dflash.")
 VISION_ARCHITECTURES = {"deepseek4-vision", "deepseek41-vision", "clip", "mmproj"}
 
 
@@ -39,18 +40,30 @@ def check_sidecar(target: GGUFFile, sidecar: GGUFFile) -> list[str]:
     return reader.warnings
 
 
-def _check_drafter(reader: MetadataReader, target: GGUFFile) -> None:
-    found = reader.gguf.metadata
+def drafter_value(gguf: GGUFFile, *names: str) -> Any:
+    """The first of the drafter's settings `names` that the metadata holds, in any of the dialects; else None."""
+    keys = (f"{prefix}{name}" for name in names for prefix in _DRAFTER_KEYS)
+    return next((gguf.metadata[key] for key in keys if key in gguf.metadata), None)
 
-    def lookup(name: str) -> Any:
-        keys = (f"deepseek4.dspark.{name}", f"deepseek4.dspark_{name}", f"dspark.{name}")
-        return next((found[key] for key in keys if key in found), None)
 
-    variant = lookup("checkpoint_variant")
+def check_drafter(gguf: GGUFFile) -> None:
+    """Raises FormatError unless the file holds a V4.1 drafter, judged by its architecture, variant and tensor names."""
+    reader = MetadataReader(gguf)
+    if not is_drafter(gguf):
+        reader.fail(f"general.architecture is {show(gguf.architecture)}, expected a DSpark drafter")
+    variant = drafter_value(gguf, "checkpoint_variant")
     if variant is not None and variant != "v4.1-flash":
         reader.fail(f"dspark.checkpoint_variant is {variant!r:.60}, expected 'v4.1-flash': use a V4.1 drafter")
-    if variant is None and reader.gguf.architecture == "deepseek4-dspark":
-        reader.fail("this is the drafter of DeepSeek V4 ('deepseek4-dspark'), expected one of V4.1")
+    if (variant is None and gguf.architecture == "deepseek4-dspark") or any("hc_head" in name for name in gguf.tensors):
+        reader.fail(f"this is the drafter of DeepSeek V4 ({show(gguf.architecture)}), expected one of V4.1")
+
+
+def _check_drafter(reader: MetadataReader, target: GGUFFile) -> None:
+    check_drafter(reader.gguf)
+
+    def lookup(name: str) -> Any:
+        return drafter_value(reader.gguf, name)
+
     model = MetadataReader(target)
     layers = model.value("deepseek41.num_hidden_layers", "u32")
     taps = lookup("target_layer_ids")

@@ -26,7 +26,7 @@ class Layer(nn.Module):
         super().__init__()
         c = config
         self._config = config
-        self._tapped = layer in c.dspark_target_layer_ids
+        self.tapped = layer in c.dspark_target_layer_ids
         streams = c.hc_mult
         for site in ("attn", "ffn"):
             self[f"hc_{site}_fn"] = mx.zeros((streams * (streams + 2), streams * c.hidden_size))
@@ -44,7 +44,7 @@ class Layer(nn.Module):
     ) -> tuple[mx.array, mx.array]:
         if records is not None:
             h = self.engram(h, records, step)
-        if self._tapped:
+        if self.tapped:
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
         attn_pre, post, comb = self._mix("attn", h, step)

@@ -61,6 +61,11 @@ class Model(nn.Module):
         self._token_map = np.asarray(token_map, dtype=np.int64)
         self._engram = {layer: (h, table) for layer, h, table in zip(layers, hashes, tables, strict=True)}
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """Makes `forward` return the taps of these layers, in their order; at first those of the config."""
+        for index, layer in enumerate(self.layers):
+            layer.tapped = index in layers
+
     def make_cache(self) -> Cache:
         """An empty cache for one batch of sequences."""
         return Cache(self.config)
@@ -88,7 +93,7 @@ class Model(nn.Module):
         last_only: bool = False,
         trace: dict[str, mx.array] | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each target layer."""
+        """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each tapped layer."""
         cache = self.make_cache() if cache is None else cache
         ids = self._checked(tokens, cache)
         mapped = None if self._token_map is None else self._token_map[ids]

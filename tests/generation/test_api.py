@@ -27,7 +27,7 @@ def say(script, prompt="hi", **kwargs):
 
 def test_fields_are_mlx_lms_and_cached_tokens():
     theirs = [field.name for field in dataclasses.fields(MlxLmResponse)]
-    assert [field.name for field in dataclasses.fields(GenerationResponse)] == [*theirs, "cached_tokens"]
+    assert [field.name for field in dataclasses.fields(GenerationResponse)] == [*theirs, "cached_tokens", "drafts"]
 
 
 def test_one_response_per_token_until_the_end_token():

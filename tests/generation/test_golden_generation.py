@@ -14,6 +14,11 @@ WANT = A[START : START + COUNT]
 
 
 @pytest.fixture(scope="module")
+def nano(nano_wide):
+    return nano_wide
+
+
+@pytest.fixture(scope="module")
 def loaded():
     return load(GOLDEN / "nano" / "model")
 

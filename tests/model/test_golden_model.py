@@ -54,6 +54,7 @@ def test_taps_and_final_state(nano):
     assert row_error(taps, data["prefill.taps"].reshape(taps.shape)) <= 0.25
 
 
+@pytest.mark.slow  # 7 s; every prompt decodes on in test_prefill_and_decode
 def test_sequences_continue_themselves(nano):
     """Greedy decoding from one token reproduces the whole recorded sequence."""
     sequence = manifest("nano")["sequences"]["A"][:24]
