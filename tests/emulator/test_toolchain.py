@@ -100,6 +100,7 @@ def test_old_folders_are_forgotten(tmp_path):
     assert not old.exists() and new.exists() and other.exists()
 
 
+@pytest.mark.slow  # 5 s; the gate runs it
 @needs_clang
 def test_two_processes_share_an_empty_cache(tmp_path):
     root = Path(__file__).parents[2]

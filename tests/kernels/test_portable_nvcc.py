@@ -157,6 +157,7 @@ def test_a_fault_is_reported(tmp_path):
     assert "error" in compile_cuda(["__global__ void k(float* y) { y = 1.0f; }"], tmp_path)
 
 
+@pytest.mark.slow  # 15 s; the gate runs it
 def test_every_name_and_every_kernel(tmp_path):
     """The prelude's names, and one instance for each kernel and set of types."""
     launches: list[Launch] = []

@@ -101,7 +101,7 @@ def test_a_drafter_with_weights_that_are_not_finite(nano):
 LONG = [pytest.param(300, kind, marks=pytest.mark.slow) for kind in ("right", "wrong", "end", "random", "partly")]
 
 
-@pytest.mark.parametrize(("count", "kind"), [(12, "wrong"), (16, "partly"), *LONG])
+@pytest.mark.parametrize(("count", "kind"), [(16, "partly"), *LONG])
 def test_the_shipped_model_under_lying_drafters(shipped, count, kind):
     model, tokenizer = shipped["loaded"]
     prompt, text, state = serially(shipped, count)
@@ -145,6 +145,7 @@ def test_rings_survive_the_prompt_cache(nano, drafter):
     assert drafter.ring(held.cache).shape[1] == nano.config.sliding_window
 
 
+@pytest.mark.slow  # 6 s; the gate runs it
 def test_the_command(capsys):
     ids = ",".join(map(str, manifest("nano")["sequences"]["A"][:17]))
     common = ["--model", str(NANO), "--prompt-tokens", ids, "-m", "20"]
