@@ -182,6 +182,12 @@ def watch_launches(callback: Callable[[Launch], None]) -> Iterator[None]:
         _watchers.remove(callback)
 
 
+@functools.lru_cache(maxsize=64)
+def floats(*values: float) -> mx.array:
+    """Constants of an op as an input, float32: the same array for the same values, so that it is made once."""
+    return mx.array(values, dtype=mx.float32)
+
+
 # --- one kernel ---------------------------------------------------------------------------------------------
 
 

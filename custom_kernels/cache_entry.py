@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, enabled, floats
 from .fake_quant import FAKE_QUANT_HEADER, KINDS, fake_quant_fp4_e4m3_ref, fake_quant_fp4_ref, fake_quant_fp8_ref
 from .rms_norm import rms_norm_ref
 from .rope import rope_ref, rope_table
@@ -79,7 +79,7 @@ def cache_entry(
     number, block = KINDS[kind]
     template = {"D": D, "P": P, "H": H, "NORMED": weight is not None, "KIND": number, "BLOCK": block}
     return _entry_kernel(
-        inputs=[x.reshape(-1, L, H, D), cos if weight is None else weight, _one_float(eps), cos, sin],
+        inputs=[x.reshape(-1, L, H, D), cos if weight is None else weight, floats(eps), cos, sin],
         template=list(template.items()),
         grid=(prod(x.shape[:-1]) * D, 1, 1),
         threadgroup=(D, 1, 1),
@@ -94,11 +94,6 @@ def cache_entry_ref(
     if weight is not None:
         x = rms_norm_ref(x, weight, eps)
     return _ROUNDINGS[kind](rope_ref(x, cos, sin))
-
-
-@functools.lru_cache(maxsize=8)
-def _one_float(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def cases() -> list[Case]:

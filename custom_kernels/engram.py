@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, enabled, floats
 
 _THREADS = 256
 
@@ -91,7 +91,7 @@ def engram_update(h: mx.array, kv: mx.array, q_weight: mx.array, k_weight: mx.ar
     if h.size < 8 or not enabled("engram"):
         return engram_update_ref(h, kv, q_weight, k_weight, eps=eps)
     return _engram_kernel(
-        inputs=[h, kv, q_weight, k_weight, _one_float(eps)],
+        inputs=[h, kv, q_weight, k_weight, floats(eps)],
         template=[("M", M), ("C", C)],
         grid=(prod(leading) * M * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -121,11 +121,6 @@ def engram_gate(dot: mx.array) -> mx.array:
     root = mx.sqrt(mx.maximum(mx.abs(dot), 1e-6))
     negative = (dot.view(mx.uint32) >> 31) != 0
     return mx.sigmoid(mx.where(negative, -root, root))
-
-
-@functools.lru_cache(maxsize=8)
-def _one_float(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def cases() -> list[Case]:

@@ -40,7 +40,7 @@ from ._expert_sources import (
     SWIGLU_HEADER,
     SWIGLU_SOURCE,
 )
-from ._kernel import Kernel, backend, enabled
+from ._kernel import Kernel, backend, enabled, floats
 from ._octet import (
     FORMAT_IDS,
     TILE_OUT,
@@ -106,9 +106,9 @@ def clamped_swiglu(gate: mx.array, up: mx.array, limit: float, weight: mx.array 
     bfloat16 = gate.dtype == mx.bfloat16 and up.dtype == mx.bfloat16
     if gate.size == 0 or not bfloat16 or not enabled("expert_matmul"):
         return clamped_swiglu_ref(gate, up, limit, weight)
-    some = _one_float(1.0) if weight is None else weight
+    some = floats(1.0) if weight is None else weight
     return _swiglu_kernel(
-        inputs=[gate, up, some, _one_float(limit), numbers(gate.shape[-1], gate.size)],
+        inputs=[gate, up, some, floats(limit), numbers(gate.shape[-1], gate.size)],
         template=[("WEIGHTED", weight is not None)],
         grid=(ceil_div(gate.size, _SWIGLU_THREADS) * _SWIGLU_THREADS, 1, 1),
         threadgroup=(_SWIGLU_THREADS, 1, 1),
@@ -150,7 +150,7 @@ def expert_swiglu(
     if _few(N, K):
         R = rows_per_simdgroup(N * K * F, 4 if N == 1 else 2)
         return _gate_up_kernel(
-            inputs=[words, numbers(octets, F, K, N * K), _one_float(limit), chosen, weights, *planes],
+            inputs=[words, numbers(octets, F, K, N * K), floats(limit), chosen, weights, *planes],
             template=[*formats, ("R", R), ("MOST", _power_of_two(N))],
             grid=(ceil_div(F, R * _SIMDGROUPS) * 32 * _SIMDGROUPS, N * K, 1),
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
@@ -158,7 +158,7 @@ def expert_swiglu(
         )[0]
     order, starts, tile_starts, tiles = _plan(chosen, E)
     return _gate_up_tile_kernel(
-        inputs=[words, numbers(octets, F, K, E), _one_float(limit), weights, order, starts, tile_starts, *planes],
+        inputs=[words, numbers(octets, F, K, E), floats(limit), weights, order, starts, tile_starts, *planes],
         template=formats,
         grid=(ceil_div(F, TILE_OUT // 2) * TILE_THREADS, tiles, 1),
         threadgroup=(TILE_THREADS, 1, 1),
@@ -293,11 +293,6 @@ def _each_expert(
     back = np.empty_like(order)
     back[order] = np.arange(order.size)
     return mx.concatenate(parts)[mx.array(back)].reshape(*chosen.shape, -1)
-
-
-@functools.lru_cache(maxsize=8)
-def _one_float(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def cases() -> list[Case]:

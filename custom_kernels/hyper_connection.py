@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, enabled, floats
 from .rms_norm import rms_norm_ref, simdgroups_for
 
 # A row's sum over M C products is cut into this many parts, whatever the number of rows: enough threadgroups
@@ -202,7 +202,7 @@ def mix(
         output_dtypes=[mx.float32],
     )[0]
     pre, post, comb = _split_kernel(
-        inputs=[dots, base, scale, _floats(eps, norm_eps)],
+        inputs=[dots, base, scale, floats(eps, norm_eps)],
         template=[("M", M), ("O", O), ("K", K), ("PARTS", _PARTS), ("ITERS", iters)],
         grid=(N * 32, 1, 1),
         threadgroup=(32, 1, 1),
@@ -237,7 +237,7 @@ def collapse_norm(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> m
     *leading, M, C = h.shape
     threads = 32 * simdgroups_for(C)
     return _collapse_norm_kernel(
-        inputs=[h, pre, weight, _floats(eps)],
+        inputs=[h, pre, weight, floats(eps)],
         template=[("M", M), ("C", C), ("SG", threads // 32)],
         grid=(prod(leading) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
@@ -263,11 +263,6 @@ def expand(y: mx.array, h: mx.array, post: mx.array, comb: mx.array) -> mx.array
 
 def _use_kernel(h: mx.array) -> bool:
     return h.size > 0 and enabled("hyper_connection")
-
-
-@functools.lru_cache(maxsize=8)
-def _floats(*values: float) -> mx.array:
-    return mx.array(values, dtype=mx.float32)
 
 
 def mix_ref(

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, enabled, floats
 
 _RMS_NORM_SOURCE = """
     // A threadgroup of SG simdgroups owns one row of C values; thread t owns the values t, t + 32 SG, ...
@@ -62,7 +62,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     *leading, width = x.shape
     simdgroups = simdgroups_for(width)
     return _rms_norm_kernel(
-        inputs=[x, weight, _one_float(eps)],
+        inputs=[x, weight, floats(eps)],
         template=[("T", x.dtype), ("C", width), ("SG", simdgroups)],
         grid=(prod(leading) * 32 * simdgroups, 1, 1),
         threadgroup=(32 * simdgroups, 1, 1),
@@ -81,11 +81,6 @@ def rms_norm_ref(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 def simdgroups_for(width: int) -> int:
     """How many simdgroups share a row of this width: four values a lane, at most 512 threads."""
     return min(-(-width // 128), 16)
-
-
-@functools.lru_cache(maxsize=8)
-def _one_float(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def cases() -> list[Case]:

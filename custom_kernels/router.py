@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, enabled, floats
 from .topk import top_k_ref
 
 _MOST_EXPERTS = 1024  # 32 registers a lane
@@ -116,7 +116,7 @@ def route(logits: mx.array, bias: mx.array, *, k: int, factor: float) -> tuple[m
     if logits.size == 0 or not enabled("router") or not 8 <= E <= _MOST_EXPERTS or k > min(E, _MOST_CHOSEN):
         return route_ref(logits, bias, k=k, factor=factor)
     chosen, weights = _router_kernel(
-        inputs=[logits.astype(mx.float32), bias.astype(mx.float32), _one_float(factor)],
+        inputs=[logits.astype(mx.float32), bias.astype(mx.float32), floats(factor)],
         template=[("E", E), ("K", k)],
         grid=(32 * prod(leading), 1, 1),
         threadgroup=(32, 1, 1),
@@ -137,11 +137,6 @@ def router_scores(logits: mx.array) -> mx.array:
     """sqrt(softplus(z)) in float32."""
     z = logits.astype(mx.float32)
     return mx.sqrt(mx.maximum(z, 0) + mx.log1p(mx.exp(-mx.abs(z))))
-
-
-@functools.lru_cache(maxsize=8)
-def _one_float(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def cases() -> list[Case]:

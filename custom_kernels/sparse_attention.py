@@ -29,7 +29,7 @@ import numpy as np
 
 from . import _sparse_attention_cuda, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, backend, enabled
+from ._kernel import Kernel, backend, enabled, floats
 from .rope import rope_frequencies, rope_ref, rope_table
 
 _BLOCK = 64
@@ -282,7 +282,7 @@ def sparse_attention(
     sinks = sinks.astype(mx.float32)
     cos, sin = turn or (sinks, sinks)
     return _sparse_attention_kernel(
-        inputs=[q, *sources[0], *sources[-1], sinks, _one_float(scale), cos, sin],
+        inputs=[q, *sources[0], *sources[-1], sinks, floats(scale), cos, sin],
         template=[
             *[("HG", heads), ("PAIRS", D // 64), ("TWO", len(sources) == 2)],
             ("TURN", cos.shape[-1] if turn else 0),
@@ -315,11 +315,6 @@ def _heads_of_group(rows: int, heads: int) -> int:
     """How many heads a threadgroup takes: as many as leave enough groups."""
     sizes, groups = (_CUDA_HEADS, _CUDA_GROUPS) if backend() == "cuda" else (_HEADS, _GROUPS)
     return next(n for n in sizes if heads % n == 0 and (n == 1 or rows * heads // n >= groups))
-
-
-@functools.lru_cache(maxsize=8)
-def _one_float(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
 
 
 def sparse_attention_ref(
