@@ -45,10 +45,12 @@ def table(model: Model, rows: int) -> str:
     pre = mx.ones((1, rows, c.hc_mult))
     width = c.engram_head_dim
     records = mx.zeros((1, rows, c.engram_columns, width + width // 32), dtype=mx.uint8)
+    mx.eval(h, pre, records)
     counts = []
     for kind, (index, engram, times) in KINDS.items():
         twin, step = cache.copy(), Step(c, CONTEXT, rows)
         _publish(step, twin, index, rows)
+        mx.eval(step.selection, step.candidates)
 
         def run(h, pre, records, index=index, engram=engram, twin=twin, step=step):
             out = model.layers[index](h, pre, step, twin[index], records if engram else None)

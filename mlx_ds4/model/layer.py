@@ -7,7 +7,7 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.hyper_connection import collapse_norm, expand, mix
+from mlx_ds4.custom_kernels.hyper_connection import expand, site
 
 from .attention import Attention
 from .engram import Engram
@@ -28,10 +28,10 @@ class Layer(nn.Module):
         self._config = config
         self.tapped = layer in c.dspark_target_layer_ids
         streams = c.hc_mult
-        for site in ("attn", "ffn"):
-            self[f"hc_{site}_fn"] = mx.zeros((streams * (streams + 2), streams * c.hidden_size))
-            self[f"hc_{site}_base"] = mx.zeros((streams * (streams + 2),))
-            self[f"hc_{site}_scale"] = mx.zeros((3,))
+        for name in ("attn", "ffn"):
+            self[f"hc_{name}_fn"] = mx.zeros((streams * (streams + 2), streams * c.hidden_size))
+            self[f"hc_{name}_base"] = mx.zeros((streams * (streams + 2),))
+            self[f"hc_{name}_scale"] = mx.zeros((3,))
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.attn = Attention(c, layer)
@@ -47,24 +47,28 @@ class Layer(nn.Module):
         if self.tapped:
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
-        attn_pre, post, comb = self._mix("attn", h, step)
-        x = collapse_norm(h, pre, self.attn_norm.weight, self._config.rms_norm_eps)
+        x, dots = self._site("attn", h, pre)
         step.note("attn.x", x)
-        h = expand(self.attn(x, step, cache), h, post, comb)
+        h, pre = self._expand("attn", self.attn(x, step, cache), h, dots, step)
         step.note("h_mid", h)
-        ffn_pre, post, comb = self._mix("ffn", h, step)
-        x = collapse_norm(h, attn_pre, self.ffn_norm.weight, self._config.rms_norm_eps)
+        x, dots = self._site("ffn", h, pre)
         step.note("ffn.x", x)
-        h = expand(self.ffn(x, step), h, post, comb)
+        h, pre = self._expand("ffn", self.ffn(x, step), h, dots, step)
         step.note("h_out", h)
-        return h, ffn_pre
+        return h, pre
 
-    def _mix(self, site: str, h: mx.array, step: Step) -> tuple[mx.array, mx.array, mx.array]:
+    def _site(self, name: str, h: mx.array, pre: mx.array) -> tuple[mx.array, mx.array]:
+        """The sublayer's input, and what `_expand` needs of the streams before it."""
+        weight = self[f"{name}_norm"].weight
+        return site(h, pre, self[f"hc_{name}_fn"], weight, norm_eps=self._config.rms_norm_eps)
+
+    def _expand(self, name: str, y: mx.array, h: mx.array, dots: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        """The streams behind a sublayer, and the coefficients that collapse them for the next."""
         c = self._config
-        out = mix(
-            h, self[f"hc_{site}_fn"], self[f"hc_{site}_base"], self[f"hc_{site}_scale"],
+        h, *coefficients = expand(
+            y, h, dots, self[f"hc_{name}_base"], self[f"hc_{name}_scale"],
             iters=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps,
         )  # fmt: skip
-        for name, value in zip(("pre", "post", "comb"), out, strict=True):
-            step.note(f"{site}.{name}", value)
-        return out
+        for coefficient, value in zip(("pre", "post", "comb"), coefficients, strict=True):
+            step.note(f"{name}.{coefficient}", value)
+        return h, coefficients[0]

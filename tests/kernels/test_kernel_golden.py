@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import fake_quant
+from mlx_ds4.custom_kernels import fake_quant, hyper_connection
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
-from mlx_ds4.custom_kernels.hyper_connection import collapse, collapse_norm, collapse_norm_ref, expand, mix
+from mlx_ds4.custom_kernels.hyper_connection import collapse, collapse_norm, collapse_norm_ref, expand, site
 from mlx_ds4.custom_kernels.rope import rope, rope_ref, rope_table
 from tests.golden_tools import assert_equal, assert_one_ulp, golden, row_error
 
@@ -76,24 +76,43 @@ def test_rope_of_three_axes_and_its_refusals():
         rope(x[..., :4], cos, sin)
 
 
-def test_mix(units):
-    got = mix(units["hc.h"], units["hc.fn"], units["hc.base"], units["hc.scale"], iters=20, eps=1e-6, norm_eps=1e-20)
-    for values, name in zip(got, ("pre", "post", "comb"), strict=True):
+OPTIONS = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
+
+
+def both_halves(units, rows: slice = slice(None)) -> list[mx.array]:
+    """(x, expanded, pre, post, comb) of a site with a norm of ones, for some of the golden rows."""
+    h, y, pre = (units[f"hc.{name}"][rows] for name in ("h", "y", "pre"))
+    x, dots = site(h, pre, units["hc.fn"], mx.ones(h.shape[-1]), norm_eps=1e-20)
+    return [x, *expand(y, h, dots, units["hc.base"], units["hc.scale"], **OPTIONS)]
+
+
+def test_site_and_expand(units):
+    x, expanded, *coefficients = both_halves(units)
+    for values, name in zip(coefficients, ("pre", "post", "comb"), strict=True):
         assert row_error(values, units[f"hc.{name}"]) <= 2e-5, name
+    assert_one_ulp(expanded, units["hc.expanded"])
+    assert_equal(x, collapse_norm(units["hc.h"], units["hc.pre"], mx.ones(x.shape[-1]), 1e-20))
 
 
-def test_a_mix_does_not_depend_on_the_number_of_rows(units):
-    h, rest = units["hc.h"], (units["hc.fn"], units["hc.base"], units["hc.scale"])
-    options = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
-    together = mix(h, *rest, **options)
+def test_a_site_does_not_depend_on_the_number_of_rows(units):
+    together = both_halves(units)
     for i in range(2):
-        for a, b in zip(together, mix(h[i : i + 1], *rest, **options), strict=True):
+        for a, b in zip(together, both_halves(units, slice(i, i + 1)), strict=True):
             assert_equal(a[i : i + 1], b)
 
 
-def test_collapse_and_expand(units):
+def test_channels_do_not_depend_on_how_many_groups_share_a_row():
+    """300 channels: two groups a row for a few rows, one for many rows."""
+    case = next(c for c in hyper_connection.cases() if c.name.endswith("expand_3x2x300"))
+    arrays = case.inputs(np.random.default_rng(4))
+    few = expand(*arrays, **OPTIONS)
+    many = expand(*(mx.concatenate([a, a, a]) for a in arrays[:3]), *arrays[3:], **OPTIONS)
+    for a, b in zip(few, many, strict=True):
+        assert_equal(a, b[3:6])
+
+
+def test_collapse(units):
     h, pre = units["hc.h"], units["hc.pre"]
     assert_one_ulp(collapse(h, pre), units["hc.collapsed"])
-    assert_one_ulp(expand(units["hc.y"], h, units["hc.post"], units["hc.comb"]), units["hc.expanded"])
     weight = mx.array(np.random.default_rng(3).standard_normal(h.shape[-1]).astype(np.float32))
     assert_one_ulp(collapse_norm(h, pre, weight, 1e-20), collapse_norm_ref(h, pre, weight, 1e-20))

@@ -18,11 +18,10 @@ CASES = {
     "rms_norm": "rms_norm/bfloat16_5x512",
     "rope": "rope/float16_2x7x66_tail64",
     "fake_quant": "fake_quant/fp4_e4m3_float32_9x96",
-    "hyper_connection_dots": "hyper_connection/mix_3x4x129",
-    "hyper_connection_split": "hyper_connection/mix_10x2x33",
+    "hyper_connection_site": "hyper_connection/site_3x4x129",
     "hyper_connection_collapse": "hyper_connection/collapse_3x4x129",
     "hyper_connection_collapse_norm": "hyper_connection/collapse_norm_3x4x129",
-    "hyper_connection_expand": "hyper_connection/expand_3x4x129",
+    "hyper_connection_expand": "hyper_connection/expand_3x2x300",
     "router": "router/1x33_k31_normal",
     "engram_update": "engram/3x4x129_float32",
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
@@ -41,10 +40,13 @@ MUTATIONS = [
     ("fake_quant", "if (inside) y[i]", "y[i]", "out-of-bounds"),
     ("fake_quant", "BLOCK / 2", "16", "wrong result"),  # a block of 16 takes its neighbour's peak
     ("fake_quant", "(a < 192u ? 1 : 0)", "1", "wrong result"),
-    ("hyper_connection_dots", "row0 + r < rows ?", "true ?", "out-of-bounds"),  # rows beyond the last
-    ("hyper_connection_dots", "output0 + o < uint(O) ?", "true ?", "out-of-bounds"),
-    ("hyper_connection_split", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
-    ("hyper_connection_expand", "row < uint(y_shape[0])", "true", "out-of-bounds"),
+    ("hyper_connection_site", "row0 + r < rows ?", "true ?", "out-of-bounds"),  # rows beyond the last
+    ("hyper_connection_site", "output0 + o < uint(O) ?", "true ?", "out-of-bounds"),
+    ("hyper_connection_site", "c < uint(C);", "c < uint(C) + 32u;", "out-of-bounds"),
+    ("hyper_connection_expand", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
+    ("hyper_connection_expand", "c < uint(C);", "c < uint(C) + 256u;", "race"),
+    ("hyper_connection_expand", "if (group == 0) comb", "comb", "race"),
+    ("hyper_connection_expand", "i < ITERS", "i < 2", "wrong result"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
     ("cache_entry", "t + 2u * uint(P) >= uint(D)", "t + 2u * uint(P) > uint(D)", "wrong result"),
     ("cache_entry", "if (t % 32u == 0) part", "part", "race"),
