@@ -19,6 +19,7 @@ import numpy as np
 
 from ._case import Case
 from ._kernel import Kernel, enabled, floats
+from ._rows import ring_ref
 from .fake_quant import FAKE_QUANT_HEADER, KINDS, fake_quant_fp4_e4m3_ref, fake_quant_fp4_ref, fake_quant_fp8_ref
 from .rms_norm import rms_norm_ref
 from .rope import rope_ref, rope_table
@@ -64,13 +65,29 @@ _entry_kernel = Kernel(
 
 
 def cache_entry(
-    x: mx.array, cos: mx.array, sin: mx.array, kind: str, *, weight: mx.array | None = None, eps: float = 0.0
+    x: mx.array,
+    cos: mx.array,
+    sin: mx.array,
+    kind: str,
+    *,
+    weight: mx.array | None = None,
+    eps: float = 0.0,
+    into: mx.array | None = None,
+    at: mx.array | None = None,
 ) -> mx.array:
     """x bfloat16 [B, L, D] or [B, L, H, D], cos and sin [L, pairs], kind "fp8", "fp4" or "fp4_e4m3"; weight [D] asks
-    for the norm. Returns bfloat16 of x's shape. Raises ValueError for another kind, or a width of broken blocks.
+    for the norm. Returns bfloat16 of x's shape.
+
+    With `into` bfloat16 [B, R, D] and `at` int32 [1], for x [B, L, D] with L <= R: returns a new array, `into` with
+    the rows (at + i) % R replaced by the entries i = 0 .. L - 1; `into` itself stays.
+
+    Raises ValueError for another kind, a width of broken blocks, or parts that do not fit each other.
     """
     if kind not in KINDS:
         raise ValueError(f"cache_entry got the rounding {kind!r}, expected one of {', '.join(KINDS)}; correct it.")
+    if into is not None:
+        _check_ring(x, into, at)
+        return cache_entry_ref(x, cos, sin, kind, weight=weight, eps=eps, into=into, at=at)
     D, P = x.shape[-1], cos.shape[-1]
     L, H = x.shape[-3:-1] if x.ndim == 4 else (x.shape[-2], 1)
     fits = x.dtype == mx.bfloat16 and D % 32 == 0 and D <= _WIDEST and 0 < 2 * P <= D and cos.shape == (L, P)
@@ -88,12 +105,66 @@ def cache_entry(
     )[0]
 
 
+def norm_and_entry(
+    low_rank: mx.array,
+    q_weight: mx.array,
+    kv: mx.array,
+    cos: mx.array,
+    sin: mx.array,
+    kind: str,
+    kv_weight: mx.array,
+    eps: float,
+    *,
+    into: mx.array,
+    at: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """`rms_norm(low_rank, q_weight, eps)` and `cache_entry(kv, .., weight=kv_weight, eps=eps, into=into, at=at)`, in
+    one launch: low_rank [B, L, C], kv bfloat16 [B, L, D], the rest as there. Raises ValueError as they do.
+    """
+    return norm_and_entry_ref(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, into=into, at=at)
+
+
+def _check_ring(x: mx.array, into: mx.array, at: mx.array | None) -> None:
+    fits = x.ndim == into.ndim == 3 and (x.shape[0], x.shape[2]) == (into.shape[0], into.shape[2])
+    if not fits or x.shape[1] > into.shape[1] or at is None or at.shape != (1,) or at.dtype != mx.int32:
+        raise ValueError(
+            f"cache_entry got x {x.shape}, into {into.shape} and at {None if at is None else (at.dtype, at.shape)},"
+            " expected [B, L, D], [B, R, D] with L <= R, and int32 [1]; pass the ring of this layer and a short step."
+        )
+
+
 def cache_entry_ref(
-    x: mx.array, cos: mx.array, sin: mx.array, kind: str, *, weight: mx.array | None = None, eps: float = 0.0
+    x: mx.array,
+    cos: mx.array,
+    sin: mx.array,
+    kind: str,
+    *,
+    weight: mx.array | None = None,
+    eps: float = 0.0,
+    into: mx.array | None = None,
+    at: mx.array | None = None,
 ) -> mx.array:
     if weight is not None:
         x = rms_norm_ref(x, weight, eps)
-    return _ROUNDINGS[kind](rope_ref(x, cos, sin))
+    entries = _ROUNDINGS[kind](rope_ref(x, cos, sin))
+    return entries if into is None else ring_ref(into, entries, at, axis=1)
+
+
+def norm_and_entry_ref(
+    low_rank: mx.array,
+    q_weight: mx.array,
+    kv: mx.array,
+    cos: mx.array,
+    sin: mx.array,
+    kind: str,
+    kv_weight: mx.array,
+    eps: float,
+    *,
+    into: mx.array,
+    at: mx.array,
+) -> tuple[mx.array, mx.array]:
+    ring = cache_entry_ref(kv, cos, sin, kind, weight=kv_weight, eps=eps, into=into, at=at)
+    return rms_norm_ref(low_rank, q_weight, eps), ring
 
 
 def cases() -> list[Case]:
