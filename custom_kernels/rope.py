@@ -109,7 +109,7 @@ def rope_ref(x: mx.array, cos: mx.array, sin: mx.array, *, inverse: bool = False
         sin = -sin
     width = 2 * cos.shape[-1]
     head, tail = x[..., :-width], x[..., -width:].astype(mx.float32)
-    pairs = tail.reshape(*tail.shape[:-1], -1, 2)
+    pairs = tail.reshape(*tail.shape[:-1], cos.shape[-1], 2)
     a, b = pairs[..., 0], pairs[..., 1]
     turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(tail.shape)
     return mx.concatenate([head, turned.astype(x.dtype)], axis=-1)
