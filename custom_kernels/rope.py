@@ -56,7 +56,8 @@ def rope_frequencies(
 ) -> np.ndarray:
     """Frequencies float32 [width / 2]; YaRN is applied when `original_length` > 0, at any length."""
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    freq = (np.float32(1) / np.float32(base) ** exponent).astype(np.float32)
+    # numpy's float32 power differs by CPU in the last place; rounded from float64 it is the same everywhere.
+    freq = np.float32(1) / (np.float64(base) ** exponent.astype(np.float64)).astype(np.float32)
     if original_length <= 0:
         return freq
 
