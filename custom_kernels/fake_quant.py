@@ -174,7 +174,7 @@ def fake_quant_fp4_e4m3_ref(x: mx.array) -> mx.array:
 
 def _blocks(x: mx.array, size: int) -> mx.array:
     _check_width(x, size)
-    return x.astype(mx.bfloat16).astype(mx.float32).reshape(*x.shape[:-1], -1, size)
+    return x.astype(mx.bfloat16).astype(mx.float32).reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _merge(blocks: mx.array, x: mx.array) -> mx.array:

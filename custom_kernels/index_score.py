@@ -24,6 +24,7 @@ import numpy as np
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, enabled
+from ._rows import Rows, SplitRows, end, gather, rows_fault, whole
 
 # Elements of the [rows, heads, keys] block that the reference computes at a time: bounds memory at any length.
 _TILE_ELEMENTS = 1 << 23
@@ -151,7 +152,7 @@ _index_score_kernel = Kernel(
 def index_scores(
     q: mx.array,
     weights: mx.array,
-    keys: mx.array,
+    keys: Rows,
     visible: mx.array | None = None,
     blocks: mx.array | None = None,
     *,
@@ -162,12 +163,16 @@ def index_scores(
 
     q [B, L, H, D], weights [B, L, H], keys [B, S, D] of which row l sees those below visible[l] (int32 [L], None:
     all S; keys beyond every row's bound are not read, so they may be the free end of a buffer). Returns float32
-    [B, L, S], -inf where hidden. With `blocks` int32 [B, L, nb] (-1: none) and `block_size`: float32
-    [B, L, nb * block_size], the scores of the entries blocks[..] * block_size + 0 .. block_size - 1, -inf in absent
-    blocks and where hidden.
+    [B, L, S], -inf where hidden. Keys may be SplitRows: S is then the length that they can have at most, and columns
+    behind their last entry are hidden; the result equals that of one array with these entries bit for bit.
+
+    With `blocks` int32 [B, L, nb] (-1: none) and `block_size`: float32 [B, L, nb * block_size], the scores of the
+    entries blocks[..] * block_size + 0 .. block_size - 1, -inf in absent blocks and where hidden.
 
     Raises ValueError when the shapes do not fit each other.
     """
+    if isinstance(keys, SplitRows) and (fault := rows_fault(keys)):
+        raise ValueError(f"index_scores {fault}; pass the parts of one cache.")
     B, L, H, D = q.shape
     S = keys.shape[1]
     if weights.shape != (B, L, H) or keys.shape != (B, S, D) or (visible is not None and visible.shape != (L,)):
@@ -184,7 +189,7 @@ def index_scores(
     if visible is None:
         visible = mx.full((L,), S, dtype=mx.int32)
     width = S if blocks is None else blocks.shape[-1] * block_size
-    if not _fits_kernel(q, keys, width) or bf16 or not enabled("index_score"):
+    if not _fits_kernel(q, keys, width) or isinstance(keys, SplitRows) or bf16 or not enabled("index_score"):
         return index_scores_ref(q, weights, keys, visible, blocks, block_size=block_size, bf16=bf16)
     rows = _ROWS if blocks is None else 1
     return _index_score_kernel(
@@ -197,7 +202,7 @@ def index_scores(
     )[0]
 
 
-def _fits_kernel(q: mx.array, keys: mx.array, width: int) -> bool:
+def _fits_kernel(q: mx.array, keys: Rows, width: int) -> bool:
     """Whether a row's queries fit into threadgroup memory and its keys into registers."""
     H, D = q.shape[2:]
     fits = D % 32 == 0 and D <= 128 and H * D <= 4096
@@ -212,7 +217,7 @@ def _no_blocks() -> mx.array:
 def index_scores_ref(
     q: mx.array,
     weights: mx.array,
-    keys: mx.array,
+    keys: Rows,
     visible: mx.array | None = None,
     blocks: mx.array | None = None,
     *,
@@ -223,21 +228,23 @@ def index_scores_ref(
     S = keys.shape[1]
     if visible is None:
         visible = mx.full((L,), S, dtype=mx.int32)
+    visible = mx.minimum(visible, end(keys))
     if blocks is None:
+        keys = whole(keys)
         step = max(1, _TILE_ELEMENTS // max(1, B * L * H))
         parts = [_scores(q, weights, keys[:, None, i : i + step], bf16) for i in range(0, S, step)]
         scores = mx.concatenate(parts, axis=-1) if parts else mx.zeros((B, L, 0), dtype=mx.float32)
         return mx.where(mx.arange(S) < visible[:, None], scores, -mx.inf)
     entry = (blocks[..., None] * block_size + mx.arange(block_size)).reshape(B, L, -1)
-    seen = (entry >= 0) & (entry < mx.minimum(visible, S)[:, None])
+    seen = (entry >= 0) & (entry < visible[:, None])
     if not S or not entry.shape[-1]:
         return mx.full(entry.shape, -mx.inf, dtype=mx.float32)
-    at = mx.where(seen, entry, 0) + (mx.arange(B) * S)[:, None, None]
+    entry = mx.where(seen, entry, -1)
     step = max(1, _TILE_ELEMENTS // max(1, B * entry.shape[-1] * (H + D)))
     parts = []
     for i in range(0, L, step):
         rows = slice(i, i + step)
-        parts.append(_scores(q[:, rows], weights[:, rows], keys.reshape(B * S, D)[at[:, rows]], bf16))
+        parts.append(_scores(q[:, rows], weights[:, rows], gather(keys, entry[:, rows]), bf16))
     return mx.where(seen, mx.concatenate(parts, axis=1), -mx.inf)
 
 

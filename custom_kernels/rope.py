@@ -56,7 +56,8 @@ def rope_frequencies(
 ) -> np.ndarray:
     """Frequencies float32 [width / 2]; YaRN is applied when `original_length` > 0, at any length."""
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    freq = (np.float32(1) / np.float32(base) ** exponent).astype(np.float32)
+    # numpy's float32 power differs by CPU in the last place; rounded from float64 it is the same everywhere.
+    freq = np.float32(1) / (np.float64(base) ** exponent.astype(np.float64)).astype(np.float32)
     if original_length <= 0:
         return freq
 
@@ -109,7 +110,7 @@ def rope_ref(x: mx.array, cos: mx.array, sin: mx.array, *, inverse: bool = False
         sin = -sin
     width = 2 * cos.shape[-1]
     head, tail = x[..., :-width], x[..., -width:].astype(mx.float32)
-    pairs = tail.reshape(*tail.shape[:-1], -1, 2)
+    pairs = tail.reshape(*tail.shape[:-1], cos.shape[-1], 2)
     a, b = pairs[..., 0], pairs[..., 1]
     turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(tail.shape)
     return mx.concatenate([head, turned.astype(x.dtype)], axis=-1)

@@ -30,7 +30,8 @@ import numpy as np
 from . import _sparse_attention_cuda, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, backend, enabled, floats
-from .rope import rope_frequencies, rope_ref, rope_table
+from ._rows import Rows, SplitRows, gather, rows_fault, valid
+from .rope import rope, rope_frequencies, rope_ref, rope_table
 
 _BLOCK = 64
 _FLOOR = -1e30
@@ -259,23 +260,36 @@ _sparse_attention_kernel = Kernel(
     family="sparse_attention",
 )
 
-Sources = list[tuple[mx.array, mx.array]]
+Sources = list[tuple[Rows, mx.array]]
 Turn = tuple[mx.array, mx.array]
 
 
 def sparse_attention(
-    q: mx.array, sources: Sources, sinks: mx.array, *, scale: float, turn: Turn | None = None
+    q: mx.array,
+    sources: Sources,
+    sinks: mx.array,
+    *,
+    scale: float,
+    turn: Turn | None = None,
+    turn_queries: bool = False,
 ) -> mx.array:
     """q [B, L, H, D]; sources: one or two pairs of rows [B, S, D] and list int32 [B, L, P], taken one after the other
-    in one softmax (window first, then compressed rows); sinks float32 [H]. Returns bfloat16 [B, L, H, D].
+    in one softmax (window first, then compressed rows); sinks float32 [H]. Returns bfloat16 [B, L, H, D]. The rows of
+    the last source may be SplitRows, with the bits of one array that holds the same entries.
 
     With `turn`, cos and sin float32 [L, pairs], the last 2 * pairs channels of the result are rotated back, after
-    its rounding. List entries outside 0..S-1 count as nothing. Raises ValueError when the shapes do not fit each other.
+    its rounding; with `turn_queries` too, those of q are rotated forward first, as `rope(q, *turn)` does. List entries
+    that name no row count as nothing. Raises ValueError when the shapes do not fit each other.
     """
     _check(q, sources, sinks, turn)
+    if turn_queries and turn is None:
+        raise ValueError("sparse_attention got turn_queries without turn, expected its tables; pass them.")
     B, L, H, D = q.shape
+    if turn_queries:
+        q = rope(q, *turn)
     rows = [x for x, _ in sources]
     fits = D in _WIDTHS and all(x.dtype == mx.bfloat16 and x.size for x in [q, *rows])
+    fits = fits and not any(isinstance(x, SplitRows) for x in rows)
     if not fits or not all(index.size for _, index in sources) or not enabled("sparse_attention"):
         return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn)
     heads = _heads_of_group(B * L, H)
@@ -295,6 +309,11 @@ def sparse_attention(
 
 
 def _check(q: mx.array, sources: Sources, sinks: mx.array, turn: Turn | None) -> None:
+    for rows, _ in sources:
+        if isinstance(rows, SplitRows) and (fault := rows_fault(rows)):
+            raise ValueError(f"sparse_attention {fault}; pass the parts of one cache.")
+    if any(isinstance(rows, SplitRows) for rows, _ in sources[:-1]):
+        raise ValueError("sparse_attention got SplitRows in its first source, expected them in the last; swap the two.")
     B, L, H, D = q.shape
     shapes = [(x.shape, index.shape) for x, index in sources]
     fit = all(len(x) == len(index) == 3 and (x[0], x[2]) == (B, D) and index[:2] == (B, L) for x, index in shapes)
@@ -318,11 +337,19 @@ def _heads_of_group(rows: int, heads: int) -> int:
 
 
 def sparse_attention_ref(
-    q: mx.array, sources: Sources, sinks: mx.array, *, scale: float, turn: Turn | None = None
+    q: mx.array,
+    sources: Sources,
+    sinks: mx.array,
+    *,
+    scale: float,
+    turn: Turn | None = None,
+    turn_queries: bool = False,
 ) -> mx.array:
     L = q.shape[1]
     if q.size == 0:
         return mx.zeros(q.shape, dtype=mx.bfloat16)
+    if turn_queries:
+        q = rope_ref(q, *turn)
     parts = []
     for start in range(0, L, _ROWS):
         rows = slice(start, start + _ROWS)
@@ -336,19 +363,19 @@ def sparse_attention_ref(
 
 def _attend(q: mx.array, sources: Sources, sinks: mx.array, scale: float) -> mx.array:
     B, L, H, D = q.shape
-    keys = mx.concatenate([_gather(rows, index) for rows, index in sources], axis=2)  # [B, L, P, D]
-    valid = mx.concatenate([_valid(rows, index) for rows, index in sources], axis=2)[:, :, None]  # [B, L, 1, P]
+    keys = mx.concatenate([gather(rows, index) for rows, index in sources], axis=2)  # [B, L, P, D]
+    listed = mx.concatenate([valid(rows, index) for rows, index in sources], axis=2)[:, :, None]  # [B, L, 1, P]
     short = -keys.shape[2] % _BLOCK
     if short:
         keys = mx.pad(keys, [(0, 0), (0, 0), (0, short), (0, 0)])
-        valid = mx.pad(valid, [(0, 0), (0, 0), (0, 0), (0, short)])
+        listed = mx.pad(listed, [(0, 0), (0, 0), (0, 0), (0, short)])
     q = q.astype(mx.float32)
     peak = mx.full((B, L, H, 1), _FLOOR, dtype=mx.float32)
     total = mx.zeros((B, L, H, 1), dtype=mx.float32)
     acc = mx.zeros((B, L, H, D), dtype=mx.float32)
     for start in range(0, keys.shape[2], _BLOCK):
         k = keys[:, :, start : start + _BLOCK].astype(mx.float32)
-        scores = mx.where(valid[..., start : start + _BLOCK], (q @ k.swapaxes(2, 3)) * scale, -mx.inf)
+        scores = mx.where(listed[..., start : start + _BLOCK], (q @ k.swapaxes(2, 3)) * scale, -mx.inf)
         new_peak = mx.maximum(peak, scores.max(axis=-1, keepdims=True))
         fade = mx.exp(peak - new_peak)
         p = mx.exp(scores - new_peak)
@@ -357,21 +384,6 @@ def _attend(q: mx.array, sources: Sources, sinks: mx.array, scale: float) -> mx.
         peak = new_peak
     total = total + mx.exp(sinks[:, None] - peak)
     return (acc / total).astype(mx.bfloat16)
-
-
-def _valid(rows: mx.array, index: mx.array) -> mx.array:
-    return (index >= 0) & (index < rows.shape[1])
-
-
-def _gather(rows: mx.array, index: mx.array) -> mx.array:
-    """Rows [B, S, D] at index [B, L, P] -> [B, L, P, D]; an entry that names no row gives zeros."""
-    B, S, D = rows.shape
-    if S == 0:
-        return mx.zeros((*index.shape, D), dtype=rows.dtype)
-    valid = _valid(rows, index)
-    offset = (mx.arange(B, dtype=mx.int32) * S)[:, None, None]
-    picked = rows.reshape(B * S, D)[mx.where(valid, index, 0) + offset]
-    return mx.where(valid[..., None], picked, 0)
 
 
 def cases() -> list[Case]:

@@ -25,6 +25,8 @@ CASES = {
     "router": "router/1x33_k31_normal",
     "engram_update": "engram/3x4x129_float32",
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
+    "cache_entry_ring": "cache_entry/ring9_at1048571_normed_fp8_2x3x96_tail16",
+    "cache_entry_norm_ring": "cache_entry/query1290_ring3_at2_1x2x32_tail8",
     "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
@@ -50,6 +52,16 @@ MUTATIONS = [
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
     ("cache_entry", "t + 2u * uint(P) >= uint(D)", "t + 2u * uint(P) > uint(D)", "wrong result"),
     ("cache_entry", "if (t % 32u == 0) part", "part", "race"),
+    ("cache_entry_ring", "slot < uint(into_shape[0]) * size && ", "", "out-of-bounds"),  # the last group of copies
+    ("cache_entry_ring", "(slot % size + size - first) % size >= length", "true", "race"),  # copies new rows too
+    ("cache_entry_ring", "(first + row % length) % size", "first + row % length", "out-of-bounds"),
+    ("cache_entry_ring", "row / length * size", "row / length * length", "race"),  # the second sequence's ring
+    ("cache_entry_ring", "(first + row % length)", "(row % length)", "race"),
+    ("cache_entry_ring", "if (t % 32u == 0) part", "part", "race"),
+    ("cache_entry_norm_ring", "if (t < uint(D)) v =", "v =", "out-of-bounds"),  # more threads than values
+    ("cache_entry_norm_ring", "if (t < uint(D)) ring", "ring", "out-of-bounds"),
+    ("cache_entry_norm_ring", "t % 32u < uint(SG) ? part[t % 32u] : 0.0f", "part[t % 32u]", "uninitialised"),
+    ("cache_entry_norm_ring", "group - 2u * rows", "group - rows", "unwritten"),
     ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
     ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
     ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),
