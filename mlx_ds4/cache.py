@@ -2,8 +2,9 @@
 
 The cache is a sequence of `LayerCache`, one per layer, plus the position and the n-gram history; mlx-lm's
 loops can drive it (`[c.state for c in cache]`). Arrays are replaced, never changed in place, so `copy()` costs
-references only. Every layer keeps `REWIND` rows more than attention needs, so that `trim(n)` takes back
-the last steps exactly: as if they had never been run.
+references only, and a step makes new arrays of fixed small shapes only: rings, which hold position p in slot
+p % size, and the recent part of the compressed rows. Rings keep what a rewind of `REWIND` positions needs, so `trim(n)`
+takes back the last steps exactly: as if they had never been run.
 """
 
 from __future__ import annotations
@@ -14,77 +15,176 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels._rows import SplitRows
+from mlx_ds4.custom_kernels.compress import PENDING
 
 # Positions that can be taken back; a verification step has at most six rows.
 REWIND = 8
+# Rows of the part of a growing cache that a step rewrites; half of them move to the old part when it is full.
+RECENT = 512
 _FIRST_CAPACITY = 256
 _CAPACITY_STEP = 8192
 
 
 class GrowingRows:
-    """Rows [B, capacity, D] of which the first `length` count; capacity grows in steps, not per row."""
+    """Rows of one layer that only grow, as `SplitRows`: the last `RECENT` / 2 or more stay in the part that steps write.
 
-    def __init__(self) -> None:
-        self.data: mx.array | None = None
-        self.length = 0
+    `length` rows count. Rows from `base` on lie in `recent`; the old part is copied only when rows move into it.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.old: mx.array | None = None
+        self.recent: mx.array | None = None
+        self.base = self.length = 0
+        # `base`, and the slot of the next row in `recent`, as kernels read them: int32 [1] each.
+        self.marks: tuple[mx.array, mx.array] | None = None
+        self._width = width
+
+    @property
+    def split(self) -> SplitRows:
+        return SplitRows(self.old, self.recent, self.marks[0])
+
+    def begin(self, batch: int, count: int) -> None:
+        """Before a step of `count` new rows: makes the arrays, and room in `recent` if a short step needs it."""
+        if self.recent is None:
+            self.old = mx.zeros((batch, _FIRST_CAPACITY, self._width), dtype=mx.bfloat16)
+            self.recent = mx.zeros((batch, RECENT, self._width), dtype=mx.bfloat16)
+        if count <= REWIND and self.length - self.base + count > RECENT:
+            self._move(self.recent[:, : self.length - self.base], self.length)
+        self._mark()
+
+    def put(self, recent: mx.array, count: int) -> None:
+        """After a short step: `recent` with `count` rows more."""
+        self.recent = recent
+        self.length += count
 
     def append(self, rows: mx.array) -> None:
         """Adds rows [B, n, D] behind the last one."""
-        count = rows.shape[1]
-        if count == 0:
+        if rows.shape[1] == 0:
             return
-        need = self.length + count
-        if self.data is None:
-            self.data = mx.zeros((rows.shape[0], _capacity(need), rows.shape[2]), dtype=rows.dtype)
-        elif need > self.data.shape[1]:
-            extra = _capacity(need) - self.data.shape[1]
-            self.data = mx.pad(self.data, [(0, 0), (0, extra), (0, 0)])
-        self.data = mx.slice_update(self.data, rows, mx.array([self.length]), axes=(1,))
-        self.length = need
+        if self.recent is None:
+            self.begin(rows.shape[0], rows.shape[1])
+        live = mx.concatenate([self.recent[:, : self.length - self.base], rows], axis=1)
+        self._move(live, self.length + rows.shape[1])
+        self._mark()
+
+    def _move(self, live: mx.array, length: int) -> None:
+        """Makes `live` the rows from `base` to `length`; all but the last become old ones if `recent` would be full."""
+        moved = live.shape[1] - RECENT // 2 if live.shape[1] > RECENT - REWIND else 0
+        if moved:
+            short = self.base + moved - self.old.shape[1]
+            if short > 0:
+                extra = _capacity(self.base + moved) - self.old.shape[1]
+                self.old = mx.pad(self.old, [(0, 0), (0, extra), (0, 0)])
+            self.old = mx.slice_update(self.old, live[:, :moved], mx.array([self.base]), axes=(1,))
+            self.base += moved
+        kept = live[:, moved:]
+        self.recent = mx.pad(kept, [(0, 0), (0, RECENT - kept.shape[1]), (0, 0)])
+        self.length = length
+
+    def _mark(self) -> None:
+        self.marks = (mx.array([self.base], dtype=mx.int32), mx.array([self.length - self.base], dtype=mx.int32))
 
     @property
     def rows(self) -> mx.array:
-        """The live rows [B, length, D]."""
-        if self.data is None:
+        """The live rows [B, length, D], copied."""
+        if self.recent is None:
             raise ValueError("the cache holds no compressed rows yet, expected a step of their source layer first")
-        return self.data[:, : self.length]
+        return mx.concatenate([self.old[:, : self.base], self.recent[:, : self.length - self.base]], axis=1)
 
 
 class LayerCache:
-    """State of one layer. Layers that own no compressed rows leave those parts empty."""
+    """State of one layer. Layers that own no compressed rows leave those parts empty.
+
+    `window` bfloat16 [B, sliding window + REWIND, D] and `pending` float32 [B, 2, 16, D] (values and gates of the
+    compressor, for pairs that are still open) are rings. `begin` goes before each step.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
-        owner = config.owns_kv(layer)
-        self.window: mx.array | None = None  # bfloat16 [B, last positions, D], oldest first
-        self.compressed = GrowingRows() if owner else None
-        self.index_keys = GrowingRows() if owner else None
-        # float32 compressor rows (value, gate) of the last positions, for groups that are still open.
-        self.recent: tuple[mx.array, mx.array] | None = None
-        self._window_keep = config.sliding_window - 1 + REWIND
-        self._ratio = config.ratio(layer)
+        c, owner = config, config.owns_kv(layer)
+        self.window: mx.array | None = None
+        self.pending: mx.array | None = None
+        self.compressed = GrowingRows(c.head_dim) if owner else None
+        self.index_keys = GrowingRows(c.index_head_dim) if owner else None
+        self._sizes = (c.sliding_window, c.head_dim)
+        self._ratio = c.ratio(layer)
 
-    def store_window(self, rows: mx.array) -> None:
-        """Keeps the newest rows of [B, n, D] (old window followed by the step's rows)."""
-        self.window = rows[:, -self._window_keep :]
+    def begin(self, batch: int, start: int, length: int) -> None:
+        """Before a step of `length` positions from `start` on."""
+        if self.window is None:
+            span, width = self._sizes
+            self.window = mx.zeros((batch, span + REWIND, width), dtype=mx.bfloat16)
+            if self.compressed is not None and self._ratio == 2:
+                self.pending = mx.zeros((batch, 2, PENDING, width))
+        if self.compressed is not None:
+            count = (start + length) // self._ratio - start // self._ratio
+            self.compressed.begin(batch, count if length <= REWIND else length)
+            self.index_keys.begin(batch, count if length <= REWIND else length)
 
-    def store_recent(self, values: mx.array, gates: mx.array) -> None:
-        self.recent = (values[:, -(REWIND + 1) :], gates[:, -(REWIND + 1) :])
+    def extend(self, rows: mx.array, start: int) -> mx.array:
+        """For a long step: the rows of the positions before `start` that it can see, then `rows` [B, n, D]; the ring
+        keeps the newest."""
+        size, span = self.window.shape[1], self._sizes[0]
+        first = max(0, start - (span - 1))
+        end = start + rows.shape[1]
+        if first < start:
+            before = mx.take(self.window, mx.array(np.arange(first, start) % size), axis=1)
+            rows = mx.concatenate([before, rows], axis=1)
+        kept = np.arange(max(first, end - size), end)
+        place = np.zeros(size, dtype=np.int32)
+        place[kept % size] = kept - first
+        self.window = mx.take(rows, mx.array(place), axis=1)
+        return rows
 
-    def trim(self, count: int, offset: int) -> None:
-        """Takes back `count` positions of which `offset` remain."""
-        if self.window is not None:
-            self.window = self.window[:, : self.window.shape[1] - count]
-        if self.recent is not None:
-            values, gates = self.recent
-            self.recent = (values[:, : values.shape[1] - count], gates[:, : gates.shape[1] - count])
+    def trim(self, offset: int) -> None:
+        """Takes back the positions from `offset` on: rings need nothing, a position finds its own slot."""
         for rows in (self.compressed, self.index_keys):
             if rows is not None:
                 rows.length = offset // self._ratio
 
     @property
+    def inputs(self) -> list[mx.array]:
+        """What a short step reads, in the order that `twin` takes."""
+        arrays = [self.window]
+        if self.compressed is not None:
+            arrays += [self.compressed.old, self.compressed.recent, self.index_keys.old, self.index_keys.recent]
+            arrays += self.compressed.marks
+        return arrays if self.pending is None else [*arrays, self.pending]
+
+    def twin(self, inputs: list[mx.array]) -> LayerCache:
+        """A cache of these arrays, for a step that is traced."""
+        other = copy.copy(self)
+        other.window = inputs[0]
+        other.pending = inputs[7] if len(inputs) > 7 else None
+        if self.compressed is not None:
+            other.compressed, other.index_keys = copy.copy(self.compressed), copy.copy(self.index_keys)
+            other.compressed.old, other.compressed.recent, other.index_keys.old, other.index_keys.recent = inputs[1:5]
+            other.compressed.marks = other.index_keys.marks = tuple(inputs[5:7])
+        return other
+
+    @property
+    def outputs(self) -> list[mx.array]:
+        """What a short step has made anew, in the order that `take` takes."""
+        arrays = [self.window]
+        if self.compressed is not None:
+            arrays += [self.compressed.recent, self.index_keys.recent]
+        return arrays if self.pending is None else [*arrays, self.pending]
+
+    def take(self, outputs: list[mx.array], entries: tuple[int, ...]) -> None:
+        """Takes over the `outputs` of a twin, in a step that completes entries[r - 1] of compression ratio r."""
+        self.window = outputs[0]
+        if self.compressed is not None:
+            self.compressed.put(outputs[1], entries[self._ratio - 1])
+            self.index_keys.put(outputs[2], entries[self._ratio - 1])
+        if self.pending is not None:
+            self.pending = outputs[3]
+
+    @property
     def state(self) -> list[mx.array]:
-        arrays = [self.window, *(self.recent or ())]
-        arrays += [rows.data for rows in (self.compressed, self.index_keys) if rows is not None]
+        arrays = [self.window, self.pending]
+        arrays += [
+            a for rows in (self.compressed, self.index_keys) if rows is not None for a in (rows.old, rows.recent)
+        ]
         return [array for array in arrays if array is not None]
 
     @property
@@ -160,6 +260,11 @@ class Cache:
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
 
+    def begin(self, batch: int, count: int) -> None:
+        """Before a step of `count` positions: what it needs, as `LayerCache.begin`."""
+        for layer in self.layers:
+            layer.begin(batch, self.offset, count)
+
     def advance(self, count: int, ids: np.ndarray | None) -> None:
         """Ends a step of `count` positions whose mapped n-gram ids are `ids` [B, count]."""
         self.offset += count
@@ -181,7 +286,7 @@ class Cache:
         self.offset -= count
         self.rewindable -= count
         for layer in self.layers:
-            layer.trim(count, self.offset)
+            layer.trim(self.offset)
         if self.history is not None:
             self.history = self.history[:, : self.history.shape[1] - count]
         if self.rings is not None:

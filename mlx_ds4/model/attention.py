@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_ds4.cache import LayerCache
+from mlx_ds4.cache import GrowingRows, LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.cache_entry import cache_entry
+from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
@@ -15,7 +15,7 @@ from .compressor import Compressor
 from .indexer import Indexer
 from .linear import GroupedLinear, Linear, apply_together
 from .norm import RMSNorm
-from .step import Step
+from .step import Rotation, Step
 
 
 class Attention(nn.Module):
@@ -45,22 +45,36 @@ class Attention(nn.Module):
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
         low_rank, kv = apply_together(x, self.wq_a, self.wkv)
-        qr = self.q_norm(low_rank)
-        q = rope(self.wq_b(qr).reshape(B, L, c.num_attention_heads, c.head_dim), *turn)
-        kv = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=c.rms_norm_eps)
-        near = kv if cache.window is None else mx.concatenate([cache.window, kv], axis=1)
-        window = step.window_list(near.shape[1] - L)
+        qr, near = self._enter(low_rank, kv, turn, step, cache)
+        q = self.wq_b(qr).reshape(B, L, c.num_attention_heads, c.head_dim)
+        window = step.window_list()
         sources = [(near, mx.broadcast_to(window, (B, *window.shape)))]
-        cache.store_window(near)
         if self._ratio:
             self._update_compressed(x, qr, step, cache)
-            if step.selection.shape[-1]:
-                sources.append((step.source.compressed.data, step.selection))
-        o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn)
+            if step.selection is not None:
+                sources.append((step.source.compressed.split, step.selection))
+        o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn, turn_queries=True)
         y = self.wo_b(self.wo_a(o.reshape(B, L, -1)))
-        for name, value in (("attn.qr", qr), ("attn.q", q), ("attn.kv", kv), ("attn.o", o), ("attn.y", y)):
-            step.note(name, value)
+        if step.traces:
+            slots = mx.array(step.positions % near.shape[1])
+            newest = mx.take(near, slots, axis=1) if step.short else near[:, -L:]
+            for name, value in (("qr", qr), ("q", rope(q, *turn)), ("kv", newest), ("o", o), ("y", y)):
+                step.note(f"attn.{name}", value)
         return y
+
+    def _enter(
+        self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache
+    ) -> tuple[mx.array, mx.array]:
+        """The normed low-rank query, and the rows of the window with this step's: the ring, or all that is seen."""
+        eps = self._config.rms_norm_eps
+        if step.short:
+            qr, cache.window = norm_and_entry(
+                low_rank, self.q_norm.weight, kv, *turn, "fp8", self.kv_norm.weight, eps,
+                into=cache.window, at=step.at(),
+            )  # fmt: skip
+            return qr, cache.window
+        rows = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=eps)
+        return self.q_norm(low_rank), cache.extend(rows, step.start)
 
     def _update_compressed(self, x: mx.array, qr: mx.array, step: Step, cache: LayerCache) -> None:
         """New entries and index keys of an owner, then the selection of an index source."""
@@ -69,12 +83,19 @@ class Attention(nn.Module):
             step.source = cache
             step.note("latent", latent)
             if latent.shape[1]:
-                cache.index_keys.append(self.indexer.keys(latent, step))
-                cache.compressed.append(cache_entry(latent, *step.group_rotation(self._ratio), "fp4_e4m3"))
+                turn = step.group_rotation(self._ratio)
+                keep(cache.index_keys, self.indexer.wk(latent), turn, "fp4", step, self.indexer.k_norm)
+                keep(cache.compressed, latent, turn, "fp4_e4m3", step)
         if "indexer" in self:
-            if step.end // self._ratio == 0:  # nothing is complete yet
-                step.selection = mx.zeros((x.shape[0], step.length, 0), dtype=mx.int32)
-                step.candidates = None
-                return
-            self.indexer(x, qr, step.source.index_keys, step)
-            step.note("topk", step.selection)
+            self.indexer(x, qr, step.source.index_keys.split, step)
+            if step.selection is not None:
+                step.note("topk", step.selection)
+
+
+def keep(rows: GrowingRows, x: mx.array, turn: Rotation, kind: str, step: Step, norm: RMSNorm | None = None) -> None:
+    """Adds the entries of x [B, n, D] to a cache: perhaps normed, rotated, rounded as the cache stores them."""
+    options = {} if norm is None else {"weight": norm.weight, "eps": norm.eps}
+    if step.short:
+        rows.put(cache_entry(x, *turn, kind, into=rows.recent, at=rows.marks[1], **options), x.shape[1])
+    else:
+        rows.append(cache_entry(x, *turn, kind, **options))

@@ -7,7 +7,8 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.compress import pool_pairs
+from mlx_ds4.custom_kernels._rows import ring_ref
+from mlx_ds4.custom_kernels.compress import PENDING, compress, pool_pairs
 
 from .linear import Linear
 from .norm import RMSNorm
@@ -35,11 +36,17 @@ class Compressor(nn.Module):
         if self._ratio == 1:
             return self.norm(values)
         gates = self.wgate(x)
-        if cache.recent is not None:
-            values = mx.concatenate([cache.recent[0], values], axis=1)
-            gates = mx.concatenate([cache.recent[1], gates], axis=1)
-        cache.store_recent(values, gates)
-        rows = 2 * (step.end // 2 - step.start // 2)
-        first = values.shape[1] - step.length - step.start % 2
-        used = slice(first, first + rows)
-        return self.norm(pool_pairs(values[:, used], gates[:, used]))
+        entries = step.entries(2)
+        if step.short:
+            weight, eps = self.norm.weight, self.norm.eps
+            latent, cache.pending = compress(values, gates, cache.pending, step.at(), weight, entries=entries, eps=eps)
+            return latent
+        new = mx.stack([values, gates], axis=1)
+        if step.start % 2:
+            waiting = cache.pending[:, :, (step.start - 1) % PENDING]
+            new = mx.concatenate([waiting[:, :, None], new], axis=2)
+        newest = new[:, :, -PENDING:]
+        at = mx.array([step.start + step.length - newest.shape[2]], dtype=mx.int32)
+        cache.pending = ring_ref(cache.pending, newest, at, axis=2)
+        pairs = new[:, :, : 2 * entries]
+        return self.norm(pool_pairs(pairs[:, 0], pairs[:, 1]))

@@ -86,9 +86,15 @@ def stage_config(config: ModelConfig) -> ModelConfig:
 class BlockStep(Step):
     """The pass over a block: every row sees all ring rows and the whole block."""
 
-    def window_list(self, rows_before: int) -> mx.array:
+    short = False  # the ring is read and not written
+
+    def __init__(self, config: ModelConfig, start: int, length: int, ring_rows: int, trace=None):
+        super().__init__(config, start, length, trace)
+        self._ring_rows = ring_rows
+
+    def _window_list(self) -> mx.array:
         """int32 [L, window + L], padded in front with -1 to a width that does not change."""
-        rows = np.arange(self.config.sliding_window + self.length) - (self.config.sliding_window - rows_before)
+        rows = np.arange(self.config.sliding_window + self.length) - (self.config.sliding_window - self._ring_rows)
         return mx.array(np.tile(np.maximum(rows, -1).astype(np.int32), (self.length, 1)))
 
 
@@ -96,10 +102,10 @@ class Ring:
     """What a stage's attention takes for a layer's cache: it reads the ring and keeps nothing of the block."""
 
     def __init__(self, rows: mx.array):
-        self.window = rows
+        self._rows = rows
 
-    def store_window(self, rows: mx.array) -> None:
-        pass
+    def extend(self, rows: mx.array, start: int) -> mx.array:
+        return mx.concatenate([self._rows, rows], axis=1)
 
 
 class MarkovHead(nn.Module):
@@ -204,7 +210,7 @@ class Drafter(nn.Module):
         """The block's hidden state bfloat16 [block, C]; its rows stand at `start`, `start` + 1, .."""
         c = self.config
         ids = mx.array([[anchor] + [c.dspark_noise_token_id] * (self.block_size - 1)])
-        step = BlockStep(c, start, self.block_size, trace)
+        step = BlockStep(c, start, self.block_size, ring.shape[1], trace)
         h = mx.broadcast_to(model.embed(ids)[:, :, None], (1, self.block_size, c.hc_mult, c.hidden_size))
         pre = mx.broadcast_to(mx.array([1.0] + [0.0] * (c.hc_mult - 1)), h.shape[:3])
         for index, stage in enumerate(self.mtp):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_ds4.cache import GrowingRows
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels._rows import Rows, SplitRows
 from mlx_ds4.custom_kernels.cache_entry import cache_entry
 from mlx_ds4.custom_kernels.index_score import index_scores
 from mlx_ds4.custom_kernels.topk import top_k, top_k_groups
 
 from .linear import Linear
 from .norm import RMSNorm
-from .step import Step
+from .step import Reach, Step
 
 # Scores held at a time: rows are taken in tiles, so memory does not grow with rows x context.
 _TILE_SCORES = 1 << 24
@@ -40,11 +40,6 @@ class Indexer(nn.Module):
             self.wk = Linear(config.head_dim, width)
             self.k_norm = RMSNorm(width, config.rms_norm_eps)
 
-    def keys(self, latent: mx.array, step: Step) -> mx.array:
-        """Index keys of new entries from their latents [B, n, D]: bfloat16 [B, n, index width]."""
-        turn = step.group_rotation(self._ratio)
-        return cache_entry(self.wk(latent), *turn, "fp4", weight=self.k_norm.weight, eps=self._config.rms_norm_eps)
-
     def queries(self, x: mx.array, qr: mx.array, step: Step) -> tuple[mx.array, mx.array]:
         """Index queries [B, L, heads, width] and head weights [B, L, heads], bfloat16."""
         c = self._config
@@ -53,29 +48,27 @@ class Indexer(nn.Module):
         scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         return q, (self.weights_proj(x).astype(mx.float32) * scale).astype(mx.bfloat16)
 
-    def __call__(self, x: mx.array, qr: mx.array, keys: GrowingRows, step: Step) -> None:
+    def __call__(self, x: mx.array, qr: mx.array, keys: SplitRows, step: Step) -> None:
         """Publishes `step.selection` (and, in the candidate source, `step.candidates`)."""
         c = self._config
-        total = keys.length
+        reach = step.reach(self._ratio)
         visible = step.visible(self._ratio)
-        bounded = -(-total // c.candidate_block_size) > c.candidate_topk_blocks
+        bounded = reach == Reach.BLOCKS
         if self._publishes and not bounded:
             step.candidates = None  # few enough blocks: every one is a candidate
-        if total <= c.index_topk:
-            index = mx.arange(total, dtype=mx.int32)
-            rows = mx.where(index < visible[:, None], index, -1)
-            step.selection = mx.broadcast_to(rows, (x.shape[0], *rows.shape))
+        if reach <= Reach.ALL:
+            step.selection = None if reach == Reach.NONE else _listed(visible, c.index_topk, x.shape[0])
             return
         q, weights = self.queries(x, qr, step)
         candidates = step.candidates if self._restricted else None
         size = c.candidate_block_size
-        width = keys.data.shape[1] if candidates is None else candidates.shape[-1] * size
+        width = keys.shape[1] if candidates is None else candidates.shape[-1] * size
         tile = max(1, _TILE_SCORES // (x.shape[0] * width))
         selections, blocks = [], []
         for start in range(0, step.length, tile):
             rows = slice(start, start + tile)
             listed = None if candidates is None else candidates[:, rows]
-            scores = self.scores(q[:, rows], weights[:, rows], keys.data, visible[rows], listed)
+            scores = self.scores(q[:, rows], weights[:, rows], keys, visible[rows], listed)
             selections.append(top_k(scores, c.index_topk, listed, block_size=size))
             if self._publishes and bounded:
                 blocks.append(top_k_groups(scores, visible[rows], c.candidate_topk_blocks, size=size))
@@ -86,11 +79,18 @@ class Indexer(nn.Module):
             step.candidates = _joined(blocks)
 
     def scores(
-        self, q: mx.array, weights: mx.array, keys: mx.array, visible: mx.array, candidates: mx.array | None
+        self, q: mx.array, weights: mx.array, keys: Rows, visible: mx.array, candidates: mx.array | None
     ) -> mx.array:
         """Scores float32 [B, L, S], -inf where hidden; or [B, L, n] of the entries of the candidate blocks only."""
         size = self._config.candidate_block_size
         return index_scores(q, weights, keys, visible, candidates, block_size=size, bf16=self.bf16_scores)
+
+
+def _listed(visible: mx.array, k: int, batch: int) -> mx.array:
+    """The list of every visible entry, of which there are at most k: int32 [B, L, k]."""
+    index = mx.arange(k, dtype=mx.int32)
+    rows = mx.where(index < visible[:, None], index, -1)
+    return mx.broadcast_to(rows, (batch, *rows.shape))
 
 
 def _joined(tiles: list[mx.array]) -> mx.array:

@@ -8,10 +8,12 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mlx_ds4.cache import Cache
+from mlx_ds4.cache import REWIND, Cache, LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.hyper_connection import collapse
+from mlx_ds4.custom_kernels._kernel import backend, enabled
+from mlx_ds4.custom_kernels.hyper_connection import collapse_norm
 
+from .compiled import CompiledSteps
 from .engram import EngramHash, RowSource
 from .layer import Layer
 from .linear import BlockWeight, Linear
@@ -52,6 +54,9 @@ class Model(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, out_dtype=mx.float32)
         self._token_map: np.ndarray | None = None
         self._engram: dict[int, tuple[EngramHash, RowSource]] = {}
+        self._steps = CompiledSteps(self)
+        # Whether steps of up to 8 rows run as compiled graphs: None leaves it to the device.
+        self.compiled: bool | None = None
 
     def set_engram(self, token_map: np.ndarray, hashes: Sequence[EngramHash], tables: Sequence[RowSource]) -> None:
         """Gives the Engram layers (in order) their hashes and table readers; token_map int [vocab]."""
@@ -95,45 +100,82 @@ class Model(nn.Module):
     ) -> tuple[mx.array, list[mx.array]]:
         """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each tapped layer."""
         cache = self.make_cache() if cache is None else cache
-        ids = self._checked(tokens, cache)
-        mapped = None if self._token_map is None else self._token_map[ids]
-        step = Step(self.config, cache.offset, ids.shape[1], trace)
-        records = self._fetch(mapped, cache)
+        length = self._check_size(tokens, cache)
+        cache.begin(*tokens.shape)
+        if trace is None and length <= REWIND and self._compiles():
+            return self._steps(tokens, cache, last_only)
+        ids = self.checked_ids(tokens)
+        step = Step(self.config, cache.offset, length, trace)
+        h, pre = self.start(tokens)
+        mapped, records = self.fetch(ids, cache)
+        h, pre = self.run_layers(0, len(self.layers), h, pre, step, cache, records)
+        cache.advance(length, mapped)
+        return self.logits(h, pre, last_only), step.taps
+
+    def start(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """The streams [B, L, M, C] that the first layer takes, and the coefficients [B, L, M] that collapse them."""
         h = self.embed(tokens)[:, :, None]
         h = mx.broadcast_to(h, (*h.shape[:2], self.config.hc_mult, h.shape[3]))
-        pre = mx.broadcast_to(mx.array([1.0] + [0.0] * (self.config.hc_mult - 1)), h.shape[:3])
-        for index, layer in enumerate(self.layers):
+        return h, mx.broadcast_to(mx.array([1.0] + [0.0] * (self.config.hc_mult - 1)), h.shape[:3])
+
+    def run_layers(
+        self,
+        first: int,
+        end: int,
+        h: mx.array,
+        pre: mx.array,
+        step: Step,
+        caches: Sequence[LayerCache],
+        records: dict[int, mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        """Layers first .. end - 1; `records` hold the table rows of Engram layers."""
+        for index in range(first, end):
             step.layer = index
-            h, pre = layer(h, pre, step, cache[index], records.get(index))
+            h, pre = self.layers[index](h, pre, step, caches[index], records.get(index))
             if step.length >= _EAGER_ROWS:
-                mx.eval(h, pre, cache[index].state)
-        cache.advance(step.length, mapped)
+                mx.eval(h, pre, caches[index].state)
+        return h, pre
+
+    def logits(self, h: mx.array, pre: mx.array, last_only: bool) -> mx.array:
+        """Logits float32 from the streams behind the last layer."""
         if last_only:
             h, pre = h[:, -1:], pre[:, -1:]
-        return self.head(self.norm(collapse(h, pre))), step.taps
+        return self.head(collapse_norm(h, pre, self.norm.weight, self.norm.eps))
 
-    def _checked(self, tokens: mx.array, cache: Cache) -> np.ndarray:
+    def _compiles(self) -> bool:
+        if self.compiled is not None:
+            return self.compiled
+        return backend() in ("metal", "cuda") and enabled("compiled_step")
+
+    def _check_size(self, tokens: mx.array, cache: Cache) -> int:
         if tokens.ndim != 2 or tokens.size == 0:
             raise ValueError(f"tokens have shape {tokens.shape}, expected [batch, length] with at least one token")
-        ids = np.array(tokens).astype(np.int64)
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise ValueError(f"token id {bad} is outside the vocabulary, expected 0 to {self.config.vocab_size - 1}")
-        if cache.offset + ids.shape[1] > self.config.max_position_embeddings:
+        length = tokens.shape[1]
+        if cache.offset + length > self.config.max_position_embeddings:
             raise ValueError(
-                f"{cache.offset + ids.shape[1]} tokens exceed the model's context of "
+                f"{cache.offset + length} tokens exceed the model's context of "
                 f"{self.config.max_position_embeddings}: shorten the prompt or start a new cache"
             )
         if self.config.engram_layer_ids and self._token_map is None:
             raise ValueError("the Engram tables are not attached: load the model with load(), or call set_engram()")
+        return length
+
+    def checked_ids(self, tokens: mx.array) -> np.ndarray:
+        """The token ids, int64, on the host. Raises ValueError for one outside the vocabulary."""
+        ids = np.array(tokens).astype(np.int64)
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
+            raise ValueError(f"token id {bad} is outside the vocabulary, expected 0 to {self.config.vocab_size - 1}")
         return ids
 
-    def _fetch(self, mapped: np.ndarray | None, cache: Cache) -> dict[int, mx.array]:
-        """The table records of this step for every Engram layer: uint8 [B, L, columns, D + D/32]."""
-        if mapped is None:
-            return {}
+    def fetch(self, ids: np.ndarray, cache: Cache) -> tuple[np.ndarray | None, dict[int, mx.array]]:
+        """The mapped n-gram ids of a step, and its table records for every Engram layer: uint8
+        [B, L, columns, D + D/32]."""
+        if self._token_map is None:
+            return None, {}
+        mapped = self._token_map[ids]
         ids = mapped if cache.history is None else np.concatenate([cache.history, mapped], axis=1)
         out = {}
         for layer, (hashing, table) in self._engram.items():
             out[layer] = mx.array(table.rows(hashing.row_numbers(ids, mapped.shape[1])))
-        return out
+        return mapped, out

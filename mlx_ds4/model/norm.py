@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
     def __init__(self, dims: int, eps: float):
         super().__init__()
         self.weight = mx.ones((dims,))
-        self._eps = eps
+        self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x, self.weight, self.eps)

@@ -30,16 +30,16 @@ def test_selection_of_many_rows_over_a_long_context(nano, monkeypatch):
     rng = np.random.default_rng(0)
 
     def select(rows: int, entries: int):
-        keys = GrowingRows()
+        keys = GrowingRows(config.index_head_dim)
         draw = rng.standard_normal((1, entries, config.index_head_dim)).astype(np.float32)
         keys.append(mx.array(draw).astype(mx.bfloat16))
         x = mx.array(rng.standard_normal((1, rows, config.hidden_size)).astype(np.float32)).astype(mx.bfloat16)
         qr = x[..., : config.q_lora_rank]
-        mx.eval(keys.data, x, qr)
+        mx.eval(keys.split, x, qr)
 
         def run():
             step = Step(config, entries - rows, rows)
-            indexer(x, qr, keys, step)
+            indexer(x, qr, keys.split, step)
             return [step.selection, step.candidates]
 
         return peak_of(run)

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.cache import REWIND, GrowingRows
+from mlx_ds4.cache import RECENT, REWIND, GrowingRows
+from mlx_ds4.custom_kernels._rows import gather
 from mlx_ds4.loader import load_model
 from tests.golden_tools import GOLDEN, golden, manifest
 
@@ -43,15 +44,15 @@ def run(model, tokens, sizes, cache=None):
 
 def snapshot(cache):
     """Everything that later steps can see, as arrays."""
-    window = cache.config.sliding_window - 1
+    seen = np.arange(max(0, cache.offset - (cache.config.sliding_window - 1)), cache.offset)
     out = {"history": cache.history[:, -(cache.config.engram_max_ngram_size - 1) :]}
     for index, layer in enumerate(cache):
-        out[f"{index}.window"] = np.array(layer.window[:, -window:].astype(mx.float32))
+        out[f"{index}.window"] = np.array(layer.window.astype(mx.float32))[:, seen % layer.window.shape[1]]
         if layer.compressed is not None and layer.compressed.length:
             out[f"{index}.compressed"] = np.array(layer.compressed.rows.astype(mx.float32))
             out[f"{index}.keys"] = np.array(layer.index_keys.rows.astype(mx.float32))
-        if layer.recent is not None and cache.offset % 2:
-            out[f"{index}.open"] = np.concatenate([np.array(part[:, -1]) for part in layer.recent])
+        if layer.pending is not None and cache.offset % 2:
+            out[f"{index}.open"] = np.array(layer.pending[:, :, (cache.offset - 1) % layer.pending.shape[2]])
     return out
 
 
@@ -170,12 +171,24 @@ def test_a_copy_is_independent(nano, sequence):
 
 
 def test_growing_rows_keep_their_content():
-    rows = GrowingRows()
-    pieces = [mx.random.normal((2, n, 8)) for n in (1, 255, 3, 300, 8000, 5)]
+    rows = GrowingRows(8)
+    pieces = [mx.random.normal((2, n, 8)).astype(mx.bfloat16) for n in (1, 255, 3, 300, 8000, 5, 8, *[7] * 90)]
     for piece in pieces:
-        rows.append(piece)
+        count = piece.shape[1]
+        rows.begin(2, count)
+        if count > REWIND:
+            rows.append(piece)
+        else:
+            at = rows.length - rows.base
+            assert rows.marks[1].item() == at and at + count <= RECENT
+            rows.put(mx.slice_update(rows.recent, piece, mx.array([at]), axes=(1,)), count)
+        assert rows.length - rows.base >= min(rows.length, REWIND)
     assert rows.length == sum(p.shape[1] for p in pieces)
-    np.testing.assert_array_equal(np.array(rows.rows), np.array(mx.concatenate(pieces, axis=1)))
+    want = mx.concatenate(pieces, axis=1)
+    assert mx.array_equal(rows.rows, want)
+    rows.begin(2, 1)
+    index = mx.broadcast_to(mx.arange(rows.length, dtype=mx.int32), (2, rows.length))
+    assert mx.array_equal(gather(rows.split, index), want)
 
 
 def test_trace_names_every_layer(nano):

@@ -77,7 +77,7 @@ def test_every_stage_of_cycle_1(nano, drafter, run):
         want = {k.removeprefix(f"cycle1.stage{s}."): x for k, x in gold.items() if k.startswith(f"cycle1.stage{s}.")}
         slots, own = want["attn.keys"][: -drafter.block_size], want["attn.keys"][-drafter.block_size :]
         ring = in_order(slots, known["p"])
-        step = BlockStep(drafter.config, known["p"] + 1, drafter.block_size, trace := {})
+        step = BlockStep(drafter.config, known["p"] + 1, drafter.block_size, ring.shape[0], trace := {})
         h, pre = stage(want["h_in"][None], want["pre_in"][None], step, Ring(ring[None]))
         trace = {name.removeprefix("L0."): x for name, x in trace.items()}
         assert equal_share(trace["attn.kv"][0], own) >= 0.99

@@ -22,15 +22,16 @@ TRACE = json.loads((GOLDEN / "nano" / "golden" / "dspark_trace.json").read_text(
 
 
 def arrays(cache) -> dict[str, mx.array]:
-    """Everything a cache holds, live rows only."""
+    """Everything of a cache that later steps can see, in the order of positions."""
     out = {}
+    seen = mx.arange(max(0, cache.offset - (cache.config.sliding_window - 1)), cache.offset)
     for number, layer in enumerate(cache):
-        out[f"{number}.window"] = layer.window
+        out[f"{number}.window"] = mx.take(layer.window, seen % layer.window.shape[1], axis=1)
         for name, rows in (("compressed", layer.compressed), ("index_keys", layer.index_keys)):
             if rows is not None and rows.length:
                 out[f"{number}.{name}"] = rows.rows
-        for name, part in zip(("values", "gates"), layer.recent or (), strict=False):
-            out[f"{number}.{name}"] = part
+        if layer.pending is not None and cache.offset % 2:
+            out[f"{number}.open"] = layer.pending[:, :, (cache.offset - 1) % layer.pending.shape[2]]
     if cache.history is not None:
         out["history"] = mx.array(cache.history)
     return out
