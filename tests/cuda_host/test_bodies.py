@@ -12,6 +12,8 @@ from mlx_ds4.custom_kernels import _quant_cuda, expert_matmul, index_score, quan
 from mlx_ds4.custom_kernels._case import compare, outputs
 from mlx_ds4.custom_kernels._kernel import trace, watch_launches
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._rows import SplitRows, whole
+from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_ref, rope_table
 from tests.cuda_host import COMPILER, launch
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="clang++-19 compiles the bodies: install it to run them")
@@ -115,3 +117,25 @@ def test_selection_and_attention(case, monkeypatch):
     want = outputs(case.reference(*arrays))
     for g, w in zip(got, want, strict=True):
         assert compare(g, w, case.tolerance)[0] is None
+
+
+@pytest.mark.parametrize(("D", "pairs", "base"), [(64, 9, 23), (128, 64, 0), (512, 32, 30)])
+def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base):
+    """The bits of one array and of queries that were turned before."""
+    rng = np.random.default_rng(6)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    def listed(n: int) -> mx.array:
+        return mx.array(rng.integers(-5, n + 5, (2, 2, 70)).astype(np.int32))
+
+    q, near, sinks = normal(2, 2, 3, D), (normal(2, 9, D), listed(9)), mx.zeros((3,))
+    parts = SplitRows(normal(2, 30, D), normal(2, 12, D), mx.array([base], dtype=mx.int32))
+    one, index = whole(parts)[:, : base + 12], listed(base + 12)
+    turn = rope_table(np.array([70_000, 1_048_575]), rope_frequencies(2 * pairs, 10000.0))
+    attend = functools.partial(sparse_attention.sparse_attention, sinks=sinks, scale=0.1, turn=turn)
+    for before in ([], [near]):
+        want = run(lambda before=before: attend(rope_ref(q, *turn), [*before, (one, index)]))
+        got = run(lambda before=before: attend(q, [*before, (parts, index)], turn_queries=True))
+        assert mx.array_equal(got, want)

@@ -28,6 +28,7 @@ CASES = {
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
     "cache_entry_ring": "cache_entry/ring9_at1048571_normed_fp8_2x3x96_tail16",
     "cache_entry_norm_ring": "cache_entry/query1290_ring3_at2_1x2x32_tail8",
+    "sparse_attention": "sparse_attention/1x96x4x64_5of9_70of30_turn_queries_split23+17",
     "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
@@ -60,6 +61,11 @@ MUTATIONS = [
     ("cache_entry_norm_ring", "if (t < uint(D)) ring", "ring", "out-of-bounds"),
     ("cache_entry_norm_ring", "t % 32u < uint(SG) ? part[t % 32u] : 0.0f", "part[t % 32u]", "uninitialised"),
     ("cache_entry_norm_ring", "group - 2u * rows", "group - rows", "unwritten"),
+    ("sparse_attention", "id >= int(start)", "id > int(start)", "wrong result"),  # an entry from the old rows' free end
+    ("sparse_attention", "near_rows : start + recent_rows", "near_rows : far_rows", "wrong result"),
+    ("sparse_attention", "is_recent ? id - int(start)", "is_recent ? id", "out-of-bounds"),
+    ("sparse_attention", "TURN_QUERIES && channel / 2u >=", "TURN_QUERIES && channel / 2u >", "wrong result"),
+    ("sparse_attention", "float n = sine[of_table];", "float n = -sine[of_table];", "wrong result"),
     ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
     ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
     ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),

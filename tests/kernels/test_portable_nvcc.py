@@ -159,7 +159,7 @@ def test_a_fault_is_reported(tmp_path):
 
 @pytest.mark.slow  # 15 s; the gate runs it
 def test_every_name_and_every_kernel(tmp_path):
-    """The prelude's names, and one instance for each kernel and set of types."""
+    """The prelude's names, and one instance for each kernel, set of types and switches of its template."""
     launches: list[Launch] = []
     rng = np.random.default_rng(0)
 
@@ -170,7 +170,10 @@ def test_every_name_and_every_kernel(tmp_path):
 
     with watch_launches(launches.append):
         trace(run)
-    kinds = {(x.kernel.name, *(i.dtype for i in x.inputs)): x for x in launches}
+    kinds = {}
+    for x in launches:
+        switches = (value for _, value in x.call["template"] if isinstance(value, bool))
+        kinds[(x.kernel.name, *(i.dtype for i in x.inputs), *switches)] = x
     shared, own = [MLX, *all_names()], []
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
