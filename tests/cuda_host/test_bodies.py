@@ -139,3 +139,22 @@ def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base):
         want = run(lambda before=before: attend(rope_ref(q, *turn), [*before, (one, index)]))
         got = run(lambda before=before: attend(q, [*before, (parts, index)], turn_queries=True))
         assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("base", [0, 99, 120])
+def test_scores_of_keys_in_two_parts(base, blocks):
+    """The bits of one array."""
+    rng = np.random.default_rng(7)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    q, weights = normal(2, 3, 4, 64), normal(2, 3, 4)
+    parts = SplitRows(normal(2, 120, 64), normal(2, 20, 64), mx.array([base], dtype=mx.int32))
+    one, visible = whole(parts)[:, : base + 20], mx.array([base + 20, 1000, 3], dtype=mx.int32)
+    lists = mx.array(rng.integers(-1, 20, (2, 3, 6)).astype(np.int32)) if blocks else None
+    score = functools.partial(index_score.index_scores, q, weights, visible=visible, blocks=lists, block_size=8)
+    want, got = run(lambda: score(keys=one)), run(lambda: score(keys=parts))
+    assert mx.array_equal(got[..., : want.shape[-1]], want)
+    assert blocks or mx.all(got[..., base + 20 :] == -mx.inf)
