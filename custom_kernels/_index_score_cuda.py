@@ -17,8 +17,11 @@ SOURCE = """
     __shared__ float partial[2][ROWS][128];
     __shared__ int column_key[128];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, half = warp >> 2;
-    const int length = q_shape[1], heads = q_shape[2], entries = keys_shape[1];
-    const int width = BLOCK > 0 ? blocks_shape[2] * BLOCK : entries;
+    const int length = q_shape[1], heads = q_shape[2];
+    const int old_rows = keys_shape[1], recent_rows = SPLIT ? recent_shape[1] : 0;
+    const int start = SPLIT ? max(min(base[0], old_rows), 0) : old_rows;  // of the recent rows
+    const int entries = start + recent_rows;
+    const int width = BLOCK > 0 ? blocks_shape[2] * BLOCK : old_rows + recent_rows;
     const int groups = (width + 127) / 128, tiles = (length + ROWS - 1) / ROWS;
     const int group0 = blockIdx.x % groups * 128, local0 = 32 * (warp & 3);
     const int row0 = blockIdx.x / groups % tiles * ROWS, batch = blockIdx.x / groups / tiles;
@@ -43,7 +46,9 @@ SOURCE = """
     for (int i = 0; i < 4; i++) {
       const int key = column_key[local0 + 8 * i + g];
       const bool read = key >= 0 && key < limit;
-      const __nv_bfloat16* from = keys + ((size_t)batch * entries + (read ? key : 0)) * D + 8 * t;
+      const bool is_recent = SPLIT && read && key >= start;
+      const __nv_bfloat16* from = (is_recent ? recent : keys) + 8 * t
+          + ((size_t)batch * (is_recent ? recent_rows : old_rows) + (read ? is_recent ? key - start : key : 0)) * D;
       #pragma unroll
       for (int c = 0; c < D / 32; c++) k[i][c] = octet(from + 32 * c, read);
     }

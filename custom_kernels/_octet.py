@@ -315,3 +315,8 @@ def rows_per_simdgroup(outputs: int, most: int, simdgroups_wanted: int = 2048) -
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The next power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

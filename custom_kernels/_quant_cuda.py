@@ -25,7 +25,7 @@ _SMS = 132
 _GATE_UP_SPLIT = 4
 _DOWN_WARPS = 4
 
-_HEADER = (
+HEADER = (
     PTX + "#include <cuda_fp16.h>\n"
     f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
@@ -248,7 +248,7 @@ _DOWN_MANY_SOURCE = (
 
 
 def _kernel(name: str, inputs: list[str], source: str, family: str) -> Kernel:
-    return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=_HEADER, exact=False, family=family)
+    return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=HEADER, exact=False, family=family)
 
 
 _ONE = ["codes", "scales", "supers"]
@@ -274,13 +274,13 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     """x bfloat16 [M, groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [M, N]."""
     M, N = x.shape[0], planes["codes"].shape[0]
     tiles = ceil_div(N, 16)
-    split = _split(tiles, x.shape[1] // groups // 128)
+    warps = split(tiles, x.shape[1] // groups // 128)
     nt = 1 if M <= 8 else 4
     return _dense(
         inputs=[x, *_planes(planes)],
-        template=[("F", FORMAT_IDS[format]), ("S", split), ("NT", nt), ("G", groups), ("T", out_dtype)],
-        grid=(tiles * 32 * split, ceil_div(M, 8 * nt), 1),
-        threadgroup=(32 * split, 1, 1),
+        template=[("F", FORMAT_IDS[format]), ("S", warps), ("NT", nt), ("G", groups), ("T", out_dtype)],
+        grid=(tiles * 32 * warps, ceil_div(M, 8 * nt), 1),
+        threadgroup=(32 * warps, 1, 1),
         output_shapes=[(M, N)],
         output_dtypes=[out_dtype],
     )[0]
@@ -337,9 +337,9 @@ def _planes(planes: dict[str, mx.array]) -> list[mx.array]:
     return [planes["codes"], planes["scales"], planes.get("supers", planes["scales"])]
 
 
-def _split(tiles: int, units: int) -> int:
+def split(tiles: int, units: int) -> int:
     """Warps that share 16 rows: enough of them for the card, each with work; depends on the weight alone."""
-    split = 1
-    while split < 8 and split * 4 <= units and tiles * split < 16 * _SMS:
-        split *= 2
-    return split
+    warps = 1
+    while warps < 8 and warps * 4 <= units and tiles * warps < 16 * _SMS:
+        warps *= 2
+    return warps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import mlx.core as mx
 import numpy as np
 
@@ -44,3 +46,11 @@ def random_planes(rng: np.random.Generator, format: str, *shape: int) -> Planes:
     codes[(codes & 127) == 127] ^= 1  # the two NaNs
     tiles = (*leading, -(-out // FP8_TILE), width // FP8_TILE)
     return {"codes": mx.array(codes), "scales": mx.array(rng.integers(112, 118, tiles, dtype=np.uint8))}
+
+
+def weights_of(formats: Sequence[str], arrays: Sequence[mx.array]) -> Iterator[tuple[str, Planes]]:
+    """(format, planes) of each format from the arrays of all their planes, one after another."""
+    left = iter(arrays)
+    for format in formats:
+        names = ("codes", "scales", "supers")[: 1 if format in _FLOATS else 3 if format in ("Q4_K", "Q2_K") else 2]
+        yield format, {name: next(left) for name in names}

@@ -13,6 +13,8 @@ SOURCE = """
     // heads 2 w and 2 w + 1 for the softmax, and an eighth of the channels for the values.
     using namespace ds4_tiles;
     constexpr int D = 64 * PAIRS, STRIDE = D + 8;  // eight rows begin in different banks
+    constexpr int TAIL = TURN_QUERIES ? (2 * TURN + 31) / 32 * 32 : 0;  // the last channels, which hold what turns
+    __shared__ __align__(16) bf16 turned[16 * (TAIL + 8)];
     __shared__ __align__(16) bf16 values[32 * STRIDE];
     __shared__ float scores[16][66];
     __shared__ __align__(4) bf16 chances[16][72];
@@ -20,10 +22,31 @@ SOURCE = """
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int length = q_shape[1], heads = q_shape[2];
     const int row = blockIdx.x / (heads / HG), head0 = blockIdx.x % (heads / HG) * HG, batch = row / length;
-    const int near_rows = near_shape[1], near_count = near_list_shape[2];
-    const int far_rows = TWO ? far_shape[1] : 0, far_count = TWO ? far_list_shape[2] : 0;
+    const int near_rows = near_shape[1], near_count = TWO ? near_list_shape[2] : 0;
+    const int far_rows = far_shape[1], far_count = far_list_shape[2], recent_rows = SPLIT ? recent_shape[1] : 0;
+    const int start = SPLIT ? max(min(base[0], far_rows), 0) : far_rows;  // of the recent rows
     const size_t out = ((size_t)row * heads + head0) * D;
     const bf16* query = q + out + 8 * t;
+    for (int i = threadIdx.x; i < HG * TAIL / 2; i += 256) {
+      constexpr int half = TAIL > 0 ? TAIL / 2 : 1;
+      const int head = i / half, channel = D - TAIL + 2 * (i % half), pair = channel / 2 - (D / 2 - TURN);
+      bf16 x = q[out + (size_t)head * D + channel], y = q[out + (size_t)head * D + channel + 1];
+      if (pair >= 0) {
+        const float c = cosine[row % length * TURN + pair], s = sine[row % length * TURN + pair];
+        const float a = __bfloat162float(x), b = __bfloat162float(y);
+        x = __float2bfloat16(a * c - b * s);
+        y = __float2bfloat16(a * s + b * c);
+      }
+      turned[head * (TAIL + 8) + 2 * (i % half)] = x;
+      turned[head * (TAIL + 8) + 2 * (i % half) + 1] = y;
+    }
+    if (TAIL > 0) __syncthreads();
+    // 16 bytes of head h from channel 32 c + 8 t on
+    const auto of_query = [&](int h, int c) {
+      if (h >= HG) return make_uint4(0, 0, 0, 0);
+      if (32 * c >= D - TAIL) return *(const uint4*)&turned[h * (TAIL + 8) + 32 * c - (D - TAIL) + 8 * t];
+      return octet(query + (size_t)h * D + 32 * c, true);
+    };
     float acc[PAIRS][4];
     #pragma unroll
     for (int n = 0; n < PAIRS; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
@@ -38,23 +61,23 @@ SOURCE = """
         int id = -1;
         if (p < near_count) id = near_list[(size_t)row * near_count + p];
         else if (p < near_count + far_count) id = far_list[(size_t)row * far_count + p - near_count];
-        upcoming[i] = id >= 0 && id < (p < near_count ? near_rows : far_rows) ? id : -1;
+        upcoming[i] = id >= 0 && id < (p < near_count ? near_rows : start + recent_rows) ? id : -1;
       }
       if (!__any_sync(0xffffffffu, entry[0] >= 0 || entry[1] >= 0)) continue;  // all warps alike
       const int listed = warp < 4 ? entry[0] : entry[1];
       const int id = __shfl_sync(0xffffffffu, listed, (8 * warp + g) & 31);
       const bool is_near = first + 8 * warp + g < near_count;
-      const bf16* from = (is_near ? near : far) + 8 * t
-          + ((size_t)batch * (is_near ? near_rows : far_rows) + (id < 0 ? 0 : id)) * D;
+      const bool is_recent = SPLIT && !is_near && id >= start;
+      const bf16* from = (is_near ? near : is_recent ? recent : far) + 8 * t
+          + ((size_t)batch * (is_near ? near_rows : is_recent ? recent_rows : far_rows)
+             + (id < 0 ? 0 : is_recent ? id - start : id)) * D;
       uint4 k[2 * PAIRS];
       #pragma unroll
       for (int c = 0; c < 2 * PAIRS; c++) k[c] = octet(from + 32 * c, id >= 0);
       float dots[4] = {0.f, 0.f, 0.f, 0.f};
       #pragma unroll
       for (int c = 0; c < 2 * PAIRS; c++) {
-        const uint4 low = octet(query + (size_t)g * D + 32 * c, g < HG);
-        const uint4 high = octet(query + (size_t)(g + 8) * D + 32 * c, g + 8 < HG);
-        product(dots, low, high, k[c]);
+        product(dots, of_query(g, c), of_query(g + 8, c), k[c]);
       }
       #pragma unroll
       for (int e = 0; e < 2; e++) {

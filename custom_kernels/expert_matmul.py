@@ -51,10 +51,11 @@ from ._octet import (
     kernel_takes,
     numbers,
     plane_inputs,
+    power_of_two,
     rows_per_simdgroup,
     x_input,
 )
-from ._random_planes import BYTES, random_planes
+from ._random_planes import BYTES, random_planes, weights_of
 
 Weight = tuple[str, dict[str, mx.array]]
 
@@ -151,7 +152,7 @@ def expert_swiglu(
         R = rows_per_simdgroup(N * K * F, 4 if N == 1 else 2)
         return _gate_up_kernel(
             inputs=[words, numbers(octets, F, K, N * K), floats(limit), chosen, weights, *planes],
-            template=[*formats, ("R", R), ("MOST", _power_of_two(N))],
+            template=[*formats, ("R", R), ("MOST", power_of_two(N))],
             grid=(ceil_div(F, R * _SIMDGROUPS) * 32 * _SIMDGROUPS, N * K, 1),
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
             **out,
@@ -203,7 +204,7 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: mx.array | 
         R = rows_per_simdgroup(C, 2)
         return _down_kernel(
             inputs=[words, numbers(F // 8, C, K, N * K), chosen, words if shared is None else shared, *planes],
-            template=[*formats, ("R", R), ("MOST", _power_of_two(N)), ("SHARED", shared is not None)],
+            template=[*formats, ("R", R), ("MOST", power_of_two(N)), ("SHARED", shared is not None)],
             grid=(ceil_div(C, R * _SIMDGROUPS) * 32 * _SIMDGROUPS, 1, 1),
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
             output_shapes=[(N, C)],
@@ -234,10 +235,6 @@ def _launches(chosen: mx.array, *weights: Weight) -> bool:
 
 def _few(rows: int, chosen: int) -> bool:
     return rows <= MOST_ROWS and rows * chosen <= _MOST_PAIRS
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _plan(chosen: mx.array, experts: int) -> tuple[mx.array, mx.array, mx.array, int]:
@@ -309,12 +306,7 @@ def cases() -> list[Case]:
         return [x, a, shared, mx.array(choice), weights, *[array for some in planes for array in some]]
 
     def run(swiglu: Callable, down: Callable, formats: list[str], x, a, shared, chosen, weights, *arrays):
-        taken, stored = 0, []
-        for format in formats:
-            count = 3 if format in ("Q4_K", "Q2_K") else 2
-            names = ("codes", "scales", "supers")[:count]
-            stored.append((format, dict(zip(names, arrays[taken : taken + count], strict=True))))
-            taken += count
+        stored = list(weights_of(formats, arrays))
         first = swiglu(x, stored[0], stored[1], chosen, weights, limit=10.0)
         return [first, down(a, stored[2], chosen, shared)]
 

@@ -7,8 +7,8 @@ bfloat16), which makes ties at the selection boundary common; that mode has no k
 
 Kernel: within tolerance (sums in another order); a row's result does not depend on the rows beside it. A threadgroup
 holds 128 keys in registers, as left-hand 8x8 fragments, and passes the queries of its rows, all heads, over them:
-dots never reach memory. Products of bfloat16 values are exact in float32, so this needs no bfloat16 arithmetic. CUDA
-has a body of its own (`_index_score_cuda.py`).
+dots never reach memory. Keys may lie in two parts (`SplitRows`), with the bits of one. Products of bfloat16 values are
+exact in float32, so this needs no bfloat16 arithmetic. CUDA has a body of its own (`_index_score_cuda.py`).
 
 One launch. Bytes: visible keys once for 32 rows, the queries once for 128 keys (from cache), 4 a score. Work: 2 H D
 operations a score: on a chip with less than 32 float32 operations for a byte of bandwidth, bound by arithmetic.
@@ -35,7 +35,8 @@ _INDEX_SCORE_SOURCE = """
     // A threadgroup of 8 simdgroups owns 128 columns of ROWS rows, a simdgroup 16 of the columns: two 8x8 tiles of keys
     // (rows) against heads (columns). In a fragment, lane l holds row `own`, columns 2 pair and 2 pair + 1. The
     // channels are dealt to fragments so that a lane reads 8 neighbouring ones: fragment f, column c stands for
-    // channel 32 (f / 4) + 8 (c / 2) + 2 (f % 4) + c % 2. With BLOCK a column is an entry of a listed block.
+    // channel 32 (f / 4) + 8 (c / 2) + 2 (f % 4) + c % 2. With BLOCK a column is an entry of a listed block; with SPLIT
+    // the entries from base on are the rows of `recent`.
     threadgroup float queries[HEADS * D];  // as right-hand fragments in lane order, absent heads zero
     threadgroup float head_weights[HEADS];
     uint t = thread_position_in_threadgroup.x;
@@ -44,8 +45,11 @@ _INDEX_SCORE_SOURCE = """
     uint pair = ((lane >> 2) & 2u) + (lane & 1u);
     uint length = uint(q_shape[1]);
     uint heads = uint(q_shape[2]);
-    uint entries = uint(keys_shape[1]);
-    uint width = BLOCK > 0 ? uint(blocks_shape[2]) * uint(BLOCK) : entries;
+    uint old_rows = uint(keys_shape[1]);
+    uint recent_rows = SPLIT ? uint(recent_shape[1]) : 0u;
+    uint start = SPLIT ? uint(metal::max(metal::min(base[0], int(old_rows)), 0)) : old_rows;  // of the recent rows
+    uint entries = start + recent_rows;
+    uint width = BLOCK > 0 ? uint(blocks_shape[2]) * uint(BLOCK) : old_rows + recent_rows;
     uint groups = (width + 127u) / 128u;
     uint tiles = (length + uint(ROWS) - 1u) / uint(ROWS);
     uint group = threadgroup_position_in_grid.x;
@@ -70,11 +74,14 @@ _INDEX_SCORE_SOURCE = """
             key[tile] = block < 0 ? -1 : block * BLOCK + int(column % size);
         }
         bool read = key[tile] >= 0 && key[tile] < limit;
-        ulong at = (ulong(batch) * ulong(entries) + ulong(read ? key[tile] : 0)) * ulong(D) + ulong(8u * pair);
+        bool is_recent = SPLIT && read && key[tile] >= int(start);
+        ulong at = ulong(batch) * ulong(is_recent ? recent_rows : old_rows)
+            + ulong(read ? (is_recent ? key[tile] - int(start) : key[tile]) : 0);
+        const device bfloat16_t* from = (is_recent ? recent : keys) + at * ulong(D) + ulong(8u * pair);
         #pragma unroll
         for (uint part = 0; part < uint(D / 32); part++) {
             uint4 words = uint4(0u);
-            if (read) words = *((const device uint4*)(keys + at + ulong(32u * part)));
+            if (read) words = *((const device uint4*)(from + 32u * part));
             #pragma unroll
             for (uint i = 0; i < 4u; i++) {
                 left[tile * uint(D / 8) + 4u * part + i].thread_elements()[0] = as_type<float>(words[i] << 16);
@@ -139,7 +146,7 @@ _INDEX_SCORE_SOURCE = """
 
 _index_score_kernel = Kernel(
     "index_score",
-    ["q", "weights", "keys", "visible", "blocks"],
+    ["q", "weights", "keys", "recent", "base", "visible", "blocks"],
     ["scores"],
     _INDEX_SCORE_SOURCE,
     cuda_source=_index_score_cuda.SOURCE,
@@ -189,12 +196,18 @@ def index_scores(
     if visible is None:
         visible = mx.full((L,), S, dtype=mx.int32)
     width = S if blocks is None else blocks.shape[-1] * block_size
-    if not _fits_kernel(q, keys, width) or isinstance(keys, SplitRows) or bf16 or not enabled("index_score"):
+    if not _fits_kernel(q, keys, width) or bf16 or not enabled("index_score"):
         return index_scores_ref(q, weights, keys, visible, blocks, block_size=block_size, bf16=bf16)
     rows = _ROWS if blocks is None else 1
+    visible = visible.astype(mx.int32)
+    split = isinstance(keys, SplitRows)
+    old, recent, base = keys if split else (keys, keys, visible)
     return _index_score_kernel(
-        inputs=[q, weights, keys, visible.astype(mx.int32), _no_blocks() if blocks is None else blocks],
-        template=[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("BLOCK", 0 if blocks is None else block_size)],
+        inputs=[q, weights, old, recent, base, visible, _no_blocks() if blocks is None else blocks],
+        template=[
+            *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", split)],
+            ("BLOCK", 0 if blocks is None else block_size),
+        ],
         grid=(B * -(-L // rows) * -(-width // _COLUMNS) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(B, L, width)],
@@ -264,7 +277,14 @@ def _scores(q: mx.array, weights: mx.array, keys: mx.array, bf16: bool) -> mx.ar
 
 
 def cases() -> list[Case]:
-    def case(B: int, L: int, H: int, D: int, S: int, nb: int = 0, size: int = 0, *, large: bool = False) -> Case:
+    def call(q: mx.array, weights: mx.array, *rest: mx.array, op, split: bool, size: int) -> mx.array:
+        keys, rest = (SplitRows(*rest[:3]), rest[3:]) if split else (rest[0], rest[1:])
+        return op(q, weights, keys, *rest, block_size=size)
+
+    def case(*sizes: int, nb: int = 0, size: int = 0, split: tuple[int, int] = (0, 0), large: bool = False) -> Case:
+        """sizes: B, L, H, D and S keys; split: base and number of recent rows, together S."""
+        B, L, H, D, S = sizes
+
         def inputs(rng: np.random.Generator) -> list[mx.array]:
             fp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
             signed = np.concatenate([fp4, -fp4])
@@ -274,7 +294,14 @@ def cases() -> list[Case]:
             weights = mx.array(rng.standard_normal((B, L, H), dtype=np.float32) / 64).astype(mx.bfloat16)
             # The rows of one step: consecutive bounds that end somewhere in the last 128 keys.
             visible = np.maximum(S - int(rng.integers(0, min(S, 128))) - np.arange(L)[::-1], 0)
-            arrays = [q, weights, keys, mx.array(visible.astype(np.int32))]
+            arrays = [q, weights, keys]
+            if split[1]:
+                base = split[0]
+                free = mx.full((B, 70, D), float("nan"), dtype=mx.bfloat16)  # behind the old rows
+                old = mx.concatenate([keys[:, :base], free[:, : 1 if base == 0 else 70]], axis=1)
+                arrays[2:] = [old, keys[:, base:], mx.array([base], dtype=mx.int32)]
+                visible[-1] = 1 << 20  # more than there are
+            arrays.append(mx.array(visible.astype(np.int32)))
             if nb:
                 blocks = np.sort(rng.permuted(np.tile(np.arange(-(-S // size)), (B * L, 1)), axis=1)[:, :nb], axis=1)
                 blocks[-1, nb // 2 :] = -1
@@ -283,10 +310,11 @@ def cases() -> list[Case]:
 
         columns = nb * size if nb else S
         moved = 2 * B * D * (L * columns if nb else S * -(-L // _ROWS)) + B * L * (4 * columns + 2 * H * (D + 1))
+        name = f"index_score/{B}x{L}x{H}x{D}_{S}" + f"_blocks{nb}x{size}" * (nb > 0)
         return Case(
-            f"index_score/{B}x{L}x{H}x{D}_{S}" + (f"_blocks{nb}x{size}" if nb else ""),
-            functools.partial(index_scores, block_size=size),
-            functools.partial(index_scores_ref, block_size=size),
+            name + f"_split{split[0]}+{split[1]}" * (split[1] > 0),
+            functools.partial(call, op=index_scores, split=split[1] > 0, size=size),
+            functools.partial(call, op=index_scores_ref, split=split[1] > 0, size=size),
             inputs,
             tolerance=2e-6,
             bytes=moved,
@@ -297,12 +325,16 @@ def cases() -> list[Case]:
         case(1, 1, 32, 128, 300),
         case(2, 3, 4, 64, 131),
         case(1, 34, 4, 32, 33),  # more rows than one threadgroup takes, and rows that see nothing
-        case(1, 2, 32, 128, 203, 20, 8),
-        case(2, 3, 4, 64, 65, 5, 4),
+        case(1, 2, 32, 128, 203, nb=20, size=8),
+        case(2, 3, 4, 64, 65, nb=5, size=4),
+        case(2, 3, 4, 64, 131, split=(99, 32)),
+        case(2, 3, 4, 64, 33, split=(0, 33)),  # all of them recent
+        case(2, 3, 4, 64, 65, nb=5, size=4, split=(58, 7)),
         case(1, 1, 1, 32, 1),  # fewer than 8 values: Metal puts such inputs into another address space
         *[case(1, rows, 32, 128, S, large=True) for S in (8192, 300_000) for rows in (1, 6)],
         case(1, 1, 32, 128, 1 << 20, large=True),
+        *[case(1, rows, 32, 128, 300_000, split=(299_488, 512), large=True) for rows in (1, 6)],
         case(1, 512, 32, 128, 8192, large=True),
         case(1, 2048, 32, 128, 8192, large=True),
-        *[case(1, rows, 32, 128, 300_000, 2048, 8, large=True) for rows in (1, 6, 64)],
+        *[case(1, rows, 32, 128, 300_000, nb=2048, size=8, large=True) for rows in (1, 6, 64)],
     ]

@@ -8,10 +8,10 @@ same bits whatever rows ride with it, so that a verified token equals a decoded 
 
 Kernels, both within tolerance (the order of the sum differs from the reference's). Estimates for W of o x i:
 
-* `quant_rows` (1 to 8 rows; up to three matrices over one input): one launch. Reads the planes of W once for all
-  rows; x is read by every simdgroup, from cache. Q8_0 1.06 bytes a weight, Q4_K 0.56, Q2_K 0.33, IQ2_XXS 0.26, MXFP4
-  0.53, FP8 1.00. Instructions a weight and row: about 2 to decode, 1.5 for the product.
-* CUDA: tensor cores instead (`_quant_cuda.py`), one launch a matrix, any number of rows.
+* `quant_rows` (1 to 8 rows; up to five matrices of any formats over one input): one launch. Reads the planes of W once
+  for all rows; x is read by every simdgroup, from cache. Q8_0 1.06 bytes a weight, Q4_K 0.56, Q2_K 0.33, IQ2_XXS 0.26,
+  MXFP4 0.53, FP8 1.00. Instructions a weight and row: about 2 to decode, 1.5 for the product.
+* CUDA: tensor cores instead (`_quant_cuda.py`), any number of rows; up to 8 rows share a launch as above.
 * `quant_tile` (more rows): one launch, tiles of 32 rows x 64 outputs by matrix units. Reads W n / 32 times and x
   o / 64 times (from cache where they fit); each weight is decoded once per 32 rows.
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
-from . import _quant_cuda
+from . import _quant_cuda, _quant_group_cuda
 from ._case import Case
 from ._kernel import Kernel, backend, enabled
 from ._octet import (
@@ -48,16 +48,16 @@ from ._octet import (
     rows_per_simdgroup,
     x_input,
 )
-from ._random_planes import BYTES, random_planes
+from ._random_planes import BYTES, random_planes, weights_of
 
 Weight = tuple[str, block_planes.Planes]
 
 # From here on tiles win over one more pass of the rows kernel: by count of operations, not yet measured on a Mac.
 MOST_ROWS = 8
-_SIMDGROUPS = 4  # in a threadgroup of the rows kernel
-_MOST_TOGETHER = 3  # matrices in one launch
+SIMDGROUPS = 4  # in a threadgroup of the rows kernel
+_MOST_TOGETHER = 5  # matrices in one launch
 
-_ROWS_HEADER = (
+ROWS_HEADER = (
     OCTET_HEADER
     + """
 // A simdgroup: weight rows first .. first + R - 1 of group g times the M rows of x.
@@ -88,7 +88,7 @@ _ROWS_SOURCE = """
 """
 _ROWS_MATRIX = """
     if (block < (sizes[2 + I] + part - 1u) / part) {
-        quant_rows<FORMAT, WIDE, R, M>(x, codesI, scalesI, supersI, yI, sizes[0], g, sizes[1], sizes[2 + I],
+        quant_rows<FI, WIDE, R, M>(x, codesI, scalesI, supersI, yI, sizes[0], g, sizes[1], sizes[2 + I],
                                        block * part + here, lane);
         return;
     }
@@ -103,7 +103,7 @@ def _rows_kernel(count: int) -> Kernel:
         ["x", "sizes", *planes],
         [f"y{i}" for i in range(count)],
         _ROWS_SOURCE + "".join(_ROWS_MATRIX.replace("I]", f"{i}]").replace("I,", f"{i},") for i in range(count)),
-        _ROWS_HEADER,
+        ROWS_HEADER,
         exact=False,
         family="quant_matmul",
     )
@@ -158,33 +158,55 @@ def quant_matmul_ref(x: mx.array, format: str, planes: block_planes.Planes, *, o
     return (x.astype(mx.float32) @ block_planes.dequantize(format, planes).T).astype(out_dtype)
 
 
-def quant_matmul_group(x: mx.array, weights: Sequence[Weight], *, out_dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
+def quant_matmul_group(
+    x: mx.array, weights: Sequence[Weight], *, out_dtype: mx.Dtype | Sequence[mx.Dtype] = mx.bfloat16
+) -> list[mx.array]:
     """`quant_matmul` of one x with several weights (format, planes): a list of results, bit for bit as one by one.
 
-    Up to three matrices of one format share a launch where x has few rows.
+    `out_dtype` is one for all, or one for each. Up to five matrices of any formats share a launch where x has few rows.
     """
+    dtypes = _dtypes(out_dtype, weights)
     for format, planes in weights:
         check_planes("quant_matmul", format, planes, x.shape[-1])
     results: dict[int, mx.array] = {}
     together: dict[str, list[int]] = {}
+    few = prod(x.shape[:-1]) <= MOST_ROWS
     for i, (format, planes) in enumerate(weights):
-        if _launches(x, format, planes):
-            together.setdefault(format, []).append(i)
+        if not _launches(x, format, planes):
+            results[i] = quant_matmul_ref(x, format, planes, out_dtype=dtypes[i])
+        elif few and backend() == "cuda" and _quant_group_cuda.takes(x, format):
+            together.setdefault("cuda", []).append(i)
         else:
-            results[i] = quant_matmul_ref(x, format, planes, out_dtype=out_dtype)
-    for format, members in together.items():
-        most = _MOST_TOGETHER if prod(x.shape[:-1]) <= MOST_ROWS else 1
+            together.setdefault("portable", []).append(i)
+    for kind, members in together.items():
+        most = _MOST_TOGETHER if few else 1
         for start in range(0, len(members), most):
             some = members[start : start + most]
-            parts = _product(x, format, [weights[i][1] for i in some], 1, out_dtype)
+            chosen, kinds = [weights[i] for i in some], [dtypes[i] for i in some]
+            if kind == "cuda" and len(some) > 1:
+                flat = x.reshape(-1, x.shape[-1])
+                parts = [y.reshape(*x.shape[:-1], -1) for y in _quant_group_cuda.together(flat, chosen, kinds)]
+            else:
+                parts = _product(x, chosen, 1, kinds)
             results.update(zip(some, parts, strict=True))
     return [results[i] for i in range(len(weights))]
 
 
 def quant_matmul_group_ref(
-    x: mx.array, weights: Sequence[Weight], *, out_dtype: mx.Dtype = mx.bfloat16
+    x: mx.array, weights: Sequence[Weight], *, out_dtype: mx.Dtype | Sequence[mx.Dtype] = mx.bfloat16
 ) -> list[mx.array]:
-    return [quant_matmul_ref(x, format, planes, out_dtype=out_dtype) for format, planes in weights]
+    dtypes = _dtypes(out_dtype, weights)
+    return [quant_matmul_ref(x, *weight, out_dtype=dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
+
+
+def _dtypes(out_dtype: mx.Dtype | Sequence[mx.Dtype], weights: Sequence[Weight]) -> list[mx.Dtype]:
+    if isinstance(out_dtype, mx.Dtype):
+        return [out_dtype] * len(weights)
+    if len(out_dtype) != len(weights):
+        raise ValueError(
+            f"quant_matmul got {len(out_dtype)} output dtypes for {len(weights)} weights; give one for each."
+        )
+    return list(out_dtype)
 
 
 def grouped_quant_matmul(x: mx.array, format: str, planes: block_planes.Planes, groups: int) -> mx.array:
@@ -200,7 +222,7 @@ def grouped_quant_matmul(x: mx.array, format: str, planes: block_planes.Planes, 
     check_planes("grouped_quant_matmul", format, planes, x.shape[-1] // groups)
     if not _launches(x, format, planes):
         return grouped_quant_matmul_ref(x, format, planes, groups)
-    return _product(x, format, [planes], groups, mx.bfloat16)[0]
+    return _product(x, [(format, planes)], groups, [mx.bfloat16])[0]
 
 
 def grouped_quant_matmul_ref(x: mx.array, format: str, planes: block_planes.Planes, groups: int) -> mx.array:
@@ -218,67 +240,69 @@ def _launches(x: mx.array, format: str, planes: block_planes.Planes) -> bool:
     return enabled("quant_matmul") and x.size > 0 and (few or not floats) and kernel_takes(format, planes)
 
 
-def _product(
-    x: mx.array, format: str, weights: Sequence[block_planes.Planes], groups: int, out_dtype: mx.Dtype
-) -> list[mx.array]:
+def _product(x: mx.array, weights: Sequence[Weight], groups: int, dtypes: Sequence[mx.Dtype]) -> list[mx.array]:
+    """One launch: one matrix, or for few rows and one group several."""
     *leading, width = x.shape
     rows, octets = prod(leading), width // groups // 8
-    outputs = [planes["codes"].shape[0] // groups for planes in weights]
+    format, planes = weights[0]
+    outputs = [planes["codes"].shape[0] // groups for _, planes in weights]
     if backend() == "cuda" and _quant_cuda.takes(x, format, width // groups, outputs[0] if groups > 1 else 16):
-        flat = x.reshape(rows, width)
-        parts = [_quant_cuda.dense(flat, format, planes, groups=groups, out_dtype=out_dtype) for planes in weights]
-        return [part.reshape(*leading, -1) for part in parts]
+        y = _quant_cuda.dense(x.reshape(rows, width), format, planes, groups=groups, out_dtype=dtypes[0])
+        return [y.reshape(*leading, -1)]
     words, wide = x_input(x)
-    inputs = [array for planes in weights for array in plane_inputs(format, planes)]
-    template = [("FORMAT", FORMAT_IDS[format]), ("WIDE", wide)]
+    inputs = [array for weight in weights for array in plane_inputs(*weight)]
     shapes = [(*leading, groups * n) for n in outputs]
     if rows > MOST_ROWS:
         return _tile_kernel(
             inputs=[words, numbers(octets, groups, outputs[0], rows), *inputs],
-            template=[*template, ("T", out_dtype)],
+            template=[("FORMAT", FORMAT_IDS[format]), ("WIDE", wide), ("T", dtypes[0])],
             grid=(ceil_div(outputs[0], TILE_OUT) * TILE_THREADS, ceil_div(rows, TILE_ROWS), groups),
             threadgroup=(TILE_THREADS, 1, 1),
             output_shapes=shapes,
-            output_dtypes=[out_dtype],
+            output_dtypes=dtypes,
         )
     R = rows_per_simdgroup(groups * sum(outputs), 4 if rows <= 4 else 2)
-    blocks = sum(ceil_div(n, R * _SIMDGROUPS) for n in outputs)
+    blocks = sum(ceil_div(n, R * SIMDGROUPS) for n in outputs)
+    formats = [(f"F{i}", FORMAT_IDS[format]) for i, (format, _) in enumerate(weights)]
     return _rows_kernels[len(weights)](
         inputs=[words, numbers(octets, groups, *outputs), *inputs],
-        template=[*template, ("R", R), ("M", rows)],
-        grid=(blocks * 32 * _SIMDGROUPS, groups, 1),
-        threadgroup=(32 * _SIMDGROUPS, 1, 1),
+        template=[*formats, ("WIDE", wide), ("R", R), ("M", rows)],
+        grid=(blocks * 32 * SIMDGROUPS, groups, 1),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=shapes,
-        output_dtypes=[out_dtype] * len(weights),
+        output_dtypes=dtypes,
     )
 
 
 def cases() -> list[Case]:
-    def planes_of(format: str, arrays: Sequence[mx.array]) -> block_planes.Planes:
-        return dict(zip(("codes", "scales", "supers"), arrays, strict=False))
-
-    def inputs(rng: np.random.Generator, rows: int, width: int, format: str, shapes: Sequence[tuple[int, ...]]):
+    def inputs(
+        rng: np.random.Generator, rows: int, width: int, formats: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ):
         x = rng.standard_normal((rows, width)).astype(np.float32)
         x[1:2] = 0  # where there is room, a row of zeros
-        planes = [list(random_planes(rng, format, *shape).values()) for shape in shapes]
-        return [mx.array(x).astype(mx.bfloat16), *[array for some in planes for array in some]]
+        planes = [random_planes(rng, format, *shape) for format, shape in zip(formats, shapes, strict=True)]
+        return [mx.array(x).astype(mx.bfloat16), *[array for some in planes for array in some.values()]]
 
     def case(format: str, rows: int, *shapes: tuple[int, int], groups: int = 1, dtype=mx.bfloat16, large: bool = False):
+        """`format`: of all matrices, or one for each, joined by "+"; then `dtype` is for the float ones."""
+        formats = format.split("+") if "+" in format else [format] * len(shapes)
+
         def run(one: Callable, grouped: Callable, x: mx.array, *arrays: mx.array):
-            each = len(arrays) // len(shapes)
-            weights = [(format, planes_of(format, arrays[i : i + each])) for i in range(0, len(arrays), each)]
-            return one(x, weights, out_dtype=dtype) if groups == 1 else grouped(x, *weights[0], groups)
+            weights = list(weights_of(formats, arrays))
+            floats = block_planes.FLOATS.values()
+            dtypes = [dtype if "+" not in format or name in floats else mx.bfloat16 for name in formats]
+            return one(x, weights, out_dtype=dtypes) if groups == 1 else grouped(x, *weights[0], groups)
 
         width = groups * shapes[0][1]
         outputs = sum(out for out, _ in shapes)
-        weight_bytes = int(outputs * shapes[0][1] * BYTES[format])
+        weight_bytes = int(sum(out * columns * BYTES[f] for f, (out, columns) in zip(formats, shapes, strict=True)))
         what = "+".join("x".join(map(str, shape)) for shape in shapes)
         what += f"_{groups}_groups" * (groups > 1) + "_float32" * (dtype == mx.float32)
         return Case(
             f"quant_matmul/{format.lower()}_{what}_{rows}_row{'s' * (rows > 1)}",
             functools.partial(run, quant_matmul_group, grouped_quant_matmul),
             functools.partial(run, quant_matmul_group_ref, grouped_quant_matmul_ref),
-            functools.partial(inputs, rows=rows, width=width, format=format, shapes=shapes),
+            functools.partial(inputs, rows=rows, width=width, formats=formats, shapes=shapes),
             tolerance=1e-5,
             bytes=weight_bytes + 2 * rows * width + dtype.size * rows * outputs,
             large=large,
@@ -296,6 +320,8 @@ def cases() -> list[Case]:
         case("F32", 3, (5, 64), dtype=mx.float32),
         case("Q8_0", 2, (7, 64), (33, 64), (2, 64)),
         case("MXFP4", 1, (7, 128), (33, 128)),
+        case("Q8_0+Q8_0+F16+F32", 2, (33, 128), (7, 128), (9, 128), (4, 128), dtype=mx.float32),
+        case("Q2_K+MXFP4+BF16+Q4_K+IQ2_XXS", 3, (7, 256), (33, 256), (5, 256), (9, 256), (10, 256), dtype=mx.float32),
         case("Q8_0", 3, (3 * 11, 64), groups=3),
         case("MXFP4", 11, (33, 64), groups=3),
         case("IQ2_XXS", 33, (65, 256), dtype=mx.float32),
@@ -312,6 +338,16 @@ def cases() -> list[Case]:
             for rows in (1, 6)
         ],
         case("Q8_0", 6, (1280, 5120), (512, 5120), large=True),
+        *[
+            case(
+                "Q8_0+Q8_0+F16+F16+F16",
+                rows,
+                *[(n, 5120) for n in (1280, 512, 512, 512, 32)],
+                dtype=mx.float32,
+                large=True,
+            )
+            for rows in (1, 6)
+        ],
         case("Q8_0", 6, (8 * 1024, 4096), groups=8, large=True),
         case("Q8_0", 2048, (5120, 8192), large=True),
     ]

@@ -16,6 +16,9 @@ serve as keys and, after the block's maximum is known, as values: one gather for
 staged. How many heads share a gather follows from the number of rows and changes no bit. CUDA has a body of its own
 (`_sparse_attention_cuda.py`).
 
+The last source's rows may lie in two parts (`SplitRows`), and the rotation of the queries be done where they are read:
+both give the bits of one array and of `rope` before the call (in emulation; a GPU may fuse products and sums).
+
 One launch. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache; the queries and the result
 once. Work: 4 D operations for a listed row and head.
 """
@@ -27,7 +30,7 @@ import functools
 import mlx.core as mx
 import numpy as np
 
-from . import _sparse_attention_cuda, _tiles_cuda
+from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, backend, enabled, floats
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
@@ -41,219 +44,14 @@ _ROWS = 64
 # groups then read the same rows. CUDA's products take 16 heads whether they are there or not.
 _HEADS, _GROUPS = (4, 2, 1), 192
 _CUDA_HEADS, _CUDA_GROUPS = (16, 8, 4, 2, 1), 32
+_TURNED = 64  # pairs of a query that the kernel rotates at most: CUDA's body keeps them in shared memory
 _WIDTHS = (64, 128, 256, 512)  # what a simdgroup holds in whole words of each lane
-
-_SPARSE_ATTENTION_SOURCE = """
-    // A threadgroup of 8 simdgroups owns HG heads of one query row; simdgroup s owns the entries 8 s .. 8 s + 7 of each
-    // block. Lane l holds PAIRS pairs of neighbouring channels of a row, in runs of RUN pairs (16 bytes) where it can.
-    const uint RUN = PAIRS < 4 ? uint(PAIRS) : 4u;
-    threadgroup float2 queries[HG * PAIRS * 32];
-    threadgroup float scores[2 * HG * 64];
-    threadgroup float parts[8 * 64 * PAIRS];
-    threadgroup float totals[8];
-    uint t = thread_position_in_threadgroup.x;
-    uint lane = thread_index_in_simdgroup;
-    uint s = simdgroup_index_in_threadgroup;
-    const uint D = 64u * uint(PAIRS);
-    uint length = uint(q_shape[1]);
-    uint heads = uint(q_shape[2]);
-    uint groups = heads / uint(HG);
-    uint row = threadgroup_position_in_grid.x / groups;  // over batch and length
-    uint head0 = threadgroup_position_in_grid.x % groups * uint(HG);
-    uint batch = row / length;
-    uint near_rows = uint(near_shape[1]);
-    uint far_rows = TWO ? uint(far_shape[1]) : 0u;
-    uint near_count = uint(near_list_shape[2]);
-    uint count = near_count + (TWO ? uint(far_list_shape[2]) : 0u);
-    ulong near_at = ulong(row) * ulong(near_count);
-    ulong far_at = ulong(row) * ulong(count - near_count);
-    ulong out = (ulong(row) * ulong(heads) + ulong(head0)) * ulong(D);
-
-    for (uint i = t; i < uint(HG * PAIRS * 32); i += 256u) {
-        uint pair = i / 32u % uint(PAIRS);
-        uint channel = pair / RUN * (64u * RUN) + i % 32u * (2u * RUN) + pair % RUN * 2u;
-        ulong at = out + ulong(i / uint(32 * PAIRS)) * ulong(D) + ulong(channel);
-        queries[i] = float2(float(q[at]), float(q[at + 1ul]));
-    }
-    float acc[HG * 2 * PAIRS];
-    float peak[HG];
-    float total[HG];
-    #pragma unroll
-    for (uint i = 0; i < uint(HG * 2 * PAIRS); i++) acc[i] = 0.0f;
-    #pragma unroll
-    for (uint h = 0; h < uint(HG); h++) {
-        peak[h] = -1e30f;
-        total[h] = 0.0f;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    uint buffer = 0u;
-    int upcoming[2];  // the list is read a block ahead of the rows
-    upcoming[0] = -1;
-    upcoming[1] = -1;
-    for (uint ahead = 0; ahead < count + 64u; ahead += 64u) {
-        uint first = ahead - 64u;  // of the block at hand; none in the first round, whose entries are all -1
-        int entry[2];  // every simdgroup looks at the whole block, to leave together where it is empty
-        #pragma unroll
-        for (uint i = 0; i < 2u; i++) {
-            entry[i] = upcoming[i];
-            uint p = ahead + 32u * i + lane;
-            int id = -1;
-            if (p < near_count) id = near_list[near_at + ulong(p)];
-            else if (TWO && p < count) id = far_list[far_at + ulong(p - near_count)];
-            upcoming[i] = id >= 0 && uint(id) < (p < near_count ? near_rows : far_rows) ? id : -1;
-        }
-        if (simd_any(entry[0] >= 0 || entry[1] >= 0)) {
-            int listed = s < 4u ? entry[0] : entry[1];
-            bool present = simd_shuffle(listed, ushort((8u * s + lane / 4u) & 31u)) >= 0;
-            uint words[8 * PAIRS];
-            #pragma unroll
-            for (uint r = 0; r < 8u; r++) {
-                int id = simd_shuffle(listed, ushort((8u * s + r) & 31u));
-                bool is_near = first + 8u * s + r < near_count;
-                ulong at = (ulong(batch) * ulong(is_near ? near_rows : far_rows) + ulong(metal::max(id, 0))) * ulong(D)
-                    + ulong(2u * RUN * lane);
-                const device bfloat16_t* from = is_near ? near + at : far + at;
-                if (RUN == 4u) {
-                    #pragma unroll
-                    for (uint c = 0; c < uint(PAIRS) / 4u; c++) {
-                        uint4 four = uint4(0u);
-                        if (id >= 0) four = *((const device uint4*)(from + 256u * c));
-                        words[r * uint(PAIRS) + 4u * c] = four.x;
-                        words[r * uint(PAIRS) + 4u * c + 1u] = four.y;
-                        words[r * uint(PAIRS) + 4u * c + 2u] = four.z;
-                        words[r * uint(PAIRS) + 4u * c + 3u] = four.w;
-                    }
-                } else {
-                    #pragma unroll
-                    for (uint i = 0; i < uint(PAIRS); i++)
-                        words[r * uint(PAIRS) + i] = id >= 0 ? *((const device uint*)(from + 2u * i)) : 0u;
-                }
-            }
-
-            float dots[HG * 8];
-            #pragma unroll
-            for (uint i = 0; i < uint(HG * 8); i++) dots[i] = 0.0f;
-            #pragma unroll
-            for (uint pair = 0; pair < uint(PAIRS); pair++) {
-                float2 of_query[HG];
-                #pragma unroll
-                for (uint h = 0; h < uint(HG); h++) of_query[h] = queries[(h * uint(PAIRS) + pair) * 32u + lane];
-                #pragma unroll
-                for (uint r = 0; r < 8u; r++) {
-                    float a = as_type<float>(words[r * uint(PAIRS) + pair] << 16);
-                    float b = as_type<float>(words[r * uint(PAIRS) + pair] & 0xffff0000u);
-                    #pragma unroll
-                    for (uint h = 0; h < uint(HG); h++) {
-                        dots[8u * h + r] = metal::fma(of_query[h].x, a, dots[8u * h + r]);
-                        dots[8u * h + r] = metal::fma(of_query[h].y, b, dots[8u * h + r]);
-                    }
-                }
-            }
-            // Sums over the lanes: a lane passes on half of its rows at each of three steps, then holds row lane / 4.
-            #pragma unroll
-            for (uint h = 0; h < uint(HG); h++) {
-                #pragma unroll
-                for (uint half_rows = 4; half_rows > 0u; half_rows >>= 1) {
-                    bool upper = (lane & (4u * half_rows)) != 0u;
-                    #pragma unroll
-                    for (uint r = 0; r < half_rows; r++) {
-                        float low = dots[8u * h + r];
-                        float high = dots[8u * h + r + half_rows];
-                        float other = simd_shuffle_xor(upper ? low : high, ushort(4u * half_rows));
-                        dots[8u * h + r] = (upper ? high : low) + other;
-                    }
-                }
-                float dot = dots[8u * h];
-                dot += simd_shuffle_xor(dot, ushort(2));
-                dot += simd_shuffle_xor(dot, ushort(1));
-                if ((lane & 3u) == 0u)
-                    scores[(buffer * uint(HG) + h) * 64u + 8u * s + lane / 4u] = present ? dot * scale[0] : -INFINITY;
-            }
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-
-            float chances[HG * 8];
-            #pragma unroll
-            for (uint h = 0; h < uint(HG); h++) {
-                uint at = (buffer * uint(HG) + h) * 64u;
-                float top = simd_max(metal::max(scores[at + lane], scores[at + 32u + lane]));
-                float raised = metal::max(peak[h], top);
-                float fade = metal::precise::exp(peak[h] - raised);
-                float mine = metal::precise::exp(scores[at + 8u * s + (lane & 7u)] - raised);
-                float sum = 0.0f;
-                #pragma unroll
-                for (uint r = 0; r < 8u; r++) {
-                    float p = simd_shuffle(mine, ushort(r));
-                    sum += p;
-                    chances[8u * h + r] = float(bfloat16_t(p));
-                }
-                total[h] = metal::fma(total[h], fade, sum);
-                peak[h] = raised;
-                #pragma unroll
-                for (uint i = 0; i < uint(2 * PAIRS); i++) acc[h * uint(2 * PAIRS) + i] *= fade;
-            }
-            #pragma unroll
-            for (uint r = 0; r < 8u; r++) {
-                #pragma unroll
-                for (uint pair = 0; pair < uint(PAIRS); pair++) {
-                    float a = as_type<float>(words[r * uint(PAIRS) + pair] << 16);
-                    float b = as_type<float>(words[r * uint(PAIRS) + pair] & 0xffff0000u);
-                    #pragma unroll
-                    for (uint h = 0; h < uint(HG); h++) {
-                        uint i = (h * uint(PAIRS) + pair) * 2u;
-                        acc[i] = metal::fma(chances[8u * h + r], a, acc[i]);
-                        acc[i + 1u] = metal::fma(chances[8u * h + r], b, acc[i + 1u]);
-                    }
-                }
-            }
-            buffer ^= 1u;  // the next block's scores are written while slow simdgroups still read these
-        }
-    }
-
-    // The simdgroups' shares of each head, added in their order; a thread finishes pairs of neighbouring channels.
-    #pragma unroll
-    for (uint h = 0; h < uint(HG); h++) {
-        #pragma unroll
-        for (uint pair = 0; pair < uint(PAIRS); pair++) {
-            uint channel = pair / RUN * (64u * RUN) + lane * (2u * RUN) + pair % RUN * 2u;
-            parts[s * D + channel] = acc[(h * uint(PAIRS) + pair) * 2u];
-            parts[s * D + channel + 1u] = acc[(h * uint(PAIRS) + pair) * 2u + 1u];
-        }
-        if (lane == 0u) totals[s] = total[h];
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        float denominator = 0.0f;
-        for (uint i = 0; i < 8u; i++) denominator += totals[i];
-        denominator += metal::precise::exp(sinks[head0 + h] - peak[h]);
-        for (uint pair = t; pair < D / 2u; pair += 256u) {
-            float a = 0.0f;
-            float b = 0.0f;
-            for (uint i = 0; i < 8u; i++) {
-                a += parts[i * D + 2u * pair];
-                b += parts[i * D + 2u * pair + 1u];
-            }
-            bfloat16_t x = bfloat16_t(a / denominator);
-            bfloat16_t y = bfloat16_t(b / denominator);
-            if (TURN > 0 && pair >= D / 2u - uint(TURN)) {
-                uint of_table = row % length * uint(TURN) + pair - (D / 2u - uint(TURN));
-                float c = cosine[of_table];
-                float n = -sine[of_table];
-                a = float(x);
-                b = float(y);
-                x = bfloat16_t(a * c - b * n);
-                y = bfloat16_t(a * n + b * c);
-            }
-            o[out + ulong(h * D + 2u * pair)] = x;
-            o[out + ulong(h * D + 2u * pair + 1u)] = y;
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-"""
 
 _sparse_attention_kernel = Kernel(
     "sparse_attention",
-    ["q", "near", "near_list", "far", "far_list", "sinks", "scale", "cosine", "sine"],
+    ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "scale", "cosine", "sine"],
     ["o"],
-    _SPARSE_ATTENTION_SOURCE,
+    _sparse_attention_metal.SOURCE,
     cuda_source=_sparse_attention_cuda.SOURCE,
     cuda_header=_tiles_cuda.HEADER,
     exact=False,
@@ -285,21 +83,24 @@ def sparse_attention(
     if turn_queries and turn is None:
         raise ValueError("sparse_attention got turn_queries without turn, expected its tables; pass them.")
     B, L, H, D = q.shape
-    if turn_queries:
-        q = rope(q, *turn)
     rows = [x for x, _ in sources]
     fits = D in _WIDTHS and all(x.dtype == mx.bfloat16 and x.size for x in [q, *rows])
-    fits = fits and not any(isinstance(x, SplitRows) for x in rows)
     if not fits or not all(index.size for _, index in sources) or not enabled("sparse_attention"):
-        return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn)
+        return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn, turn_queries=turn_queries)
+    if turn_queries and turn[0].shape[-1] > _TURNED:
+        q, turn_queries = rope(q, *turn), False
     heads = _heads_of_group(B * L, H)
     sinks = sinks.astype(mx.float32)
     cos, sin = turn or (sinks, sinks)
+    last, index = sources[-1]
+    split = isinstance(last, SplitRows)
+    far, recent, base = last if split else (last, last, index)
+    near = sources[0] if len(sources) == 2 else (far, index)
     return _sparse_attention_kernel(
-        inputs=[q, *sources[0], *sources[-1], sinks, floats(scale), cos, sin],
+        inputs=[q, *near, far, index, recent, base, sinks, floats(scale), cos, sin],
         template=[
-            *[("HG", heads), ("PAIRS", D // 64), ("TWO", len(sources) == 2)],
-            ("TURN", cos.shape[-1] if turn else 0),
+            *[("HG", heads), ("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
+            *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
         ],
         grid=(B * L * (H // heads) * 256, 1, 1),
         threadgroup=(256, 1, 1),
@@ -389,34 +190,58 @@ def _attend(q: mx.array, sources: Sources, sinks: mx.array, scale: float) -> mx.
 def cases() -> list[Case]:
     from ._needle import needle  # which needs this module
 
-    def call(q: mx.array, sinks: mx.array, *rest: mx.array, op, scale: float, turned: bool) -> mx.array:
+    def bf16(rng: np.random.Generator, *shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    def call(
+        q: mx.array, sinks: mx.array, *rest: mx.array, op, scale: float, turned: bool, split: bool, queries: bool
+    ) -> mx.array:
         turn, rest = (rest[:2], rest[2:]) if turned else (None, rest)
-        return op(q, list(zip(rest[::2], rest[1::2], strict=True)), sinks, scale=scale, turn=turn)
+        if split:
+            rest = [*rest[:-4], SplitRows(*rest[-3:]), rest[-4]]
+        sources = list(zip(rest[::2], rest[1::2], strict=True))
+        return op(q, sources, sinks, scale=scale, turn=turn, turn_queries=queries)
 
     def case(
-        B: int, L: int, H: int, D: int, sizes: list[tuple[int, int]], pairs: int = 0, *, large: bool = False
+        B: int,
+        L: int,
+        H: int,
+        D: int,
+        sizes: list[tuple[int, int]],
+        pairs: int = 0,
+        *,
+        split: tuple[int, int] = (0, 0),
+        queries: bool = False,
+        large: bool = False,
     ) -> Case:
-        """sizes: rows and list entries of each source."""
+        """sizes: rows and list entries of each source; split: base and number of recent rows of the last."""
 
         def inputs(rng: np.random.Generator) -> list[mx.array]:
-            arrays = [mx.array(rng.standard_normal((B, L, H, D), dtype=np.float32)).astype(mx.bfloat16)]
+            arrays = [bf16(rng, B, L, H, D)]
             arrays.append(mx.array(rng.standard_normal(H, dtype=np.float32) * 2))
             if pairs:
                 arrays += rope_table(rng.integers(0, 1_048_576, L), rope_frequencies(2 * pairs, 10000.0))
-            for S, P in sizes:
-                index = np.sort(rng.integers(0, S, (B, L, P)), axis=-1)
+            for i, (S, P) in enumerate(sizes):
+                split_here = split[1] > 0 and i == len(sizes) - 1
+                index = np.sort(rng.integers(0, sum(split) if split_here else S, (B, L, P)), axis=-1)
                 index[:, :, P - P // 5 :] = -1  # the tail of a list that is not full
                 if B * L > 1:
                     index[0, 0] = -1
-                rows = mx.array(rng.standard_normal((B, S, D), dtype=np.float32)).astype(mx.bfloat16)
-                arrays += [rows, mx.array(index.astype(np.int32))]
+                arrays += [bf16(rng, B, S, D), mx.array(index.astype(np.int32))]
+                if split_here:
+                    rows = arrays.pop(-2)
+                    rows[:, split[0] :] = float("nan")  # the free end of the old rows
+                    arrays += [rows, bf16(rng, B, split[1], D), mx.array([split[0]], dtype=mx.int32)]
             return arrays
 
         listed = sum(P for _, P in sizes)
+        options = {"scale": D**-0.5, "turned": pairs > 0, "split": split[1] > 0, "queries": queries}
+        name = f"{B}x{L}x{H}x{D}_{'_'.join(f'{P}of{S}' for S, P in sizes)}"
+        name += "_turn" * (pairs > 0) + "_queries" * queries + f"_split{split[0]}+{split[1]}" * (split[1] > 0)
         return Case(
-            f"sparse_attention/{B}x{L}x{H}x{D}_{'_'.join(f'{P}of{S}' for S, P in sizes)}" + ("_turn" if pairs else ""),
-            functools.partial(call, op=sparse_attention, scale=D**-0.5, turned=pairs > 0),
-            functools.partial(call, op=sparse_attention_ref, scale=D**-0.5, turned=pairs > 0),
+            f"sparse_attention/{name}",
+            functools.partial(call, op=sparse_attention, **options),
+            functools.partial(call, op=sparse_attention_ref, **options),
             inputs,
             tolerance=1e-5,
             bytes=2 * B * L * D * (2 * H + listed),
@@ -428,9 +253,14 @@ def cases() -> list[Case]:
         case(1, 2, 8, 64, [(40, 16), (70, 130)], 8),
         case(2, 3, 3, 128, [(20, 65)]),
         case(1, 1, 4, 512, [(30, 20), (90, 60)], 32),
+        case(1, 96, 4, 64, [(9, 5), (30, 70)], 9, split=(23, 17), queries=True),  # two heads a threadgroup
+        case(2, 3, 3, 128, [(20, 65)], split=(0, 12)),  # one source, all of it recent
+        case(1, 1, 2, 64, [(5, 9), (1, 70)], 32, split=(1, 3), queries=True),  # old rows in use to their end
+        case(1, 1, 4, 512, [(30, 20), (90, 60)], 32, split=(70, 40), queries=True),
         case(1, 50, 4, 256, [(9, 5), (9, 3)]),
         case(1, 1, 1, 64, [(1, 1)]),  # fewer than 8 values: Metal puts such inputs into another address space
         *[case(1, rows, 64, 512, real, 32, large=True) for rows in (1, 2, 6, 8, 64, 2048)],
         case(1, 1, 64, 512, [(135, 128)], 32, large=True),
+        *[case(1, n, 64, 512, real, 32, split=(149_800, 512), queries=True, large=True) for n in (1, 6)],
         *[needle(L, S) for L in (1, 64) for S in (1000, 20_000, 200_000)],
     ]

@@ -102,14 +102,19 @@ class Linear(nn.Module):
 
 
 def apply_together(x: mx.array, *layers: Linear) -> list[mx.array]:
-    """[layer(x) for layer in layers], the same bits; layers that round alike share the rounding, and a launch where
-    their block formats agree."""
-    first = layers[0]
-    if any(layer.rounds_input != first.rounds_input or layer._out_dtype != first._out_dtype for layer in layers):
-        return [layer(x) for layer in layers]
-    if first.rounds_input:
-        x = fake_quant_fp8(x)
-    return quant_matmul_group(x, [stored(layer.weight) for layer in layers], out_dtype=first._out_dtype)
+    """[layer(x) for layer in layers], the same bits, in one launch for few rows (up to five layers). Layers that round
+    their input share the rounding; where only some do, there are two launches."""
+    results: dict[int, mx.array] = {}
+    for rounds in (False, True):
+        some = [i for i, layer in enumerate(layers) if layer.rounds_input == rounds]
+        if some:
+            products = quant_matmul_group(
+                fake_quant_fp8(x) if rounds else x,
+                [stored(layers[i].weight) for i in some],
+                out_dtype=[layers[i]._out_dtype for i in some],
+            )
+            results.update(zip(some, products, strict=True))
+    return [results[i] for i in range(len(layers))]
 
 
 def rounds_input(weight: mx.array | BlockWeight, override: bool | None) -> bool:

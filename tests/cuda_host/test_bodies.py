@@ -8,23 +8,36 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _quant_cuda, expert_matmul, index_score, quant_matmul, sparse_attention
+from mlx_ds4.custom_kernels import (
+    _quant_cuda,
+    _quant_group_cuda,
+    expert_matmul,
+    index_score,
+    quant_matmul,
+    sparse_attention,
+)
 from mlx_ds4.custom_kernels._case import compare, outputs
 from mlx_ds4.custom_kernels._kernel import trace, watch_launches
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._rows import SplitRows, whole
+from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_ref, rope_table
 from tests.cuda_host import COMPILER, launch
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="clang++-19 compiles the bodies: install it to run them")
 FORMATS = ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8")
 
 
-def run(fn) -> mx.array:
-    """The result of the one launch that `fn` makes, from its CUDA body."""
+def run_all(fn) -> list[mx.array]:
+    """The results of the one launch that `fn` makes, from its CUDA body."""
     launches = []
     with watch_launches(launches.append):
         trace(fn)
     assert len(launches) == 1
-    return launch(launches[0].kernel, launches[0].inputs, launches[0].call)[0]
+    return launch(launches[0].kernel, launches[0].inputs, launches[0].call)
+
+
+def run(fn) -> mx.array:
+    return run_all(fn)[0]
 
 
 @pytest.fixture
@@ -63,6 +76,52 @@ def test_grouped_product(traced):
     want = quant_matmul.grouped_quant_matmul_ref(x, "Q8_0", planes, 3)
     got = run(lambda: _quant_cuda.dense(x, "Q8_0", planes, groups=3, out_dtype=mx.bfloat16))
     assert compare(got, want, 1e-5)[0] is None
+
+
+GROUPS = [
+    (("Q8_0", 31), ("Q8_0", 16), ("F16", 7), ("F32", 20), ("BF16", 3)),
+    (("IQ2_XXS", 40), ("Q4_K", 17), ("F16", 6)),
+    (("F32", 9), ("Q8_0", 2000)),
+]
+
+
+@pytest.mark.parametrize("kinds", GROUPS)
+def test_matrices_of_different_formats_in_one_launch(traced, kinds):
+    """One, three and eight rows, the same bits; a quantized matrix has the bits of its own launch."""
+    rng = np.random.default_rng(4)
+    weights = [(format, random_planes(rng, format, rows, 1024)) for format, rows in kinds]
+    dtypes = [mx.float32 if format in ("F16", "F32") else mx.bfloat16 for format, _ in kinds]
+    x = rows_of(8, 1024)
+    want = quant_matmul.quant_matmul_group_ref(x, weights, out_dtype=dtypes)
+    got = run_all(lambda: _quant_group_cuda.together(x, weights, dtypes))
+    for y, w, dtype, (format, planes) in zip(got, want, dtypes, weights, strict=True):
+        assert compare(y, w, 1e-5)[0] is None
+        if format in FORMATS:
+            alone = run(lambda f=format, p=planes, d=dtype: _quant_cuda.dense(x, f, p, groups=1, out_dtype=d))
+            assert mx.array_equal(y, alone)
+    for rows in (slice(2, 3), slice(5, 8)):
+        some = run_all(lambda rows=rows: _quant_group_cuda.together(x[rows], weights, dtypes))
+        assert all(mx.array_equal(a, b[rows]) for a, b in zip(some, got, strict=True))
+
+
+@pytest.mark.parametrize("format", ["F32", "F16", "BF16"])
+def test_float_rows_add_up_as_the_portable_text(traced, format):
+    """On CUDA a float matrix alone is multiplied by the translated text: the same order of sums, with 40 octets."""
+    weight = (format, random_planes(np.random.default_rng(5), format, 5, 320))
+    x = rows_of(3, 320)
+    got = run_all(lambda: _quant_group_cuda.together(x, [weight, weight], [mx.float32] * 2))[1]
+    exact = np.array(x.astype(mx.float32), np.float64) @ np.array(weight[1]["codes"].astype(mx.float32), np.float64).T
+    lanes = [0.0] * 32
+    assert np.abs(np.array(got) - exact).max() <= 1e-6
+    w, v = (np.array(a.astype(mx.float32)) for a in (weight[1]["codes"], x))
+    for octet in range(40):  # row 1 of x times row 4 of the weight, fused sums in float64 and then rounded
+        dot = np.float32(w[4, 8 * octet] * v[1, 8 * octet])
+        for i in range(1, 8):
+            dot = np.float32(np.float64(w[4, 8 * octet + i]) * np.float64(v[1, 8 * octet + i]) + np.float64(dot))
+        lanes[octet % 32] = np.float32(lanes[octet % 32] + dot)
+    for step in (16, 8, 4, 2, 1):
+        lanes = [np.float32(lanes[i] + lanes[i ^ step]) for i in range(32)]
+    assert got[1, 4].item() == lanes[0]
 
 
 @pytest.mark.parametrize("formats", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4")])
@@ -115,3 +174,44 @@ def test_selection_and_attention(case, monkeypatch):
     want = outputs(case.reference(*arrays))
     for g, w in zip(got, want, strict=True):
         assert compare(g, w, case.tolerance)[0] is None
+
+
+@pytest.mark.parametrize(("D", "pairs", "base"), [(64, 9, 23), (128, 64, 0), (512, 32, 30)])
+def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base):
+    """The bits of one array and of queries that were turned before."""
+    rng = np.random.default_rng(6)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    def listed(n: int) -> mx.array:
+        return mx.array(rng.integers(-5, n + 5, (2, 2, 70)).astype(np.int32))
+
+    q, near, sinks = normal(2, 2, 3, D), (normal(2, 9, D), listed(9)), mx.zeros((3,))
+    parts = SplitRows(normal(2, 30, D), normal(2, 12, D), mx.array([base], dtype=mx.int32))
+    one, index = whole(parts)[:, : base + 12], listed(base + 12)
+    turn = rope_table(np.array([70_000, 1_048_575]), rope_frequencies(2 * pairs, 10000.0))
+    attend = functools.partial(sparse_attention.sparse_attention, sinks=sinks, scale=0.1, turn=turn)
+    for before in ([], [near]):
+        want = run(lambda before=before: attend(rope_ref(q, *turn), [*before, (one, index)]))
+        got = run(lambda before=before: attend(q, [*before, (parts, index)], turn_queries=True))
+        assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("base", [0, 99, 120])
+def test_scores_of_keys_in_two_parts(base, blocks):
+    """The bits of one array."""
+    rng = np.random.default_rng(7)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    q, weights = normal(2, 3, 4, 64), normal(2, 3, 4)
+    parts = SplitRows(normal(2, 120, 64), normal(2, 20, 64), mx.array([base], dtype=mx.int32))
+    one, visible = whole(parts)[:, : base + 20], mx.array([base + 20, 1000, 3], dtype=mx.int32)
+    lists = mx.array(rng.integers(-1, 20, (2, 3, 6)).astype(np.int32)) if blocks else None
+    score = functools.partial(index_score.index_scores, q, weights, visible=visible, blocks=lists, block_size=8)
+    want, got = run(lambda: score(keys=one)), run(lambda: score(keys=parts))
+    assert mx.array_equal(got[..., : want.shape[-1]], want)
+    assert blocks or mx.all(got[..., base + 20 :] == -mx.inf)

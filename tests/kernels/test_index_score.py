@@ -10,10 +10,12 @@ from mlx_ds4.custom_kernels._case import check
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing, use_kernels
 from mlx_ds4.custom_kernels._needle import needle
+from mlx_ds4.custom_kernels._rows import SplitRows
 from mlx_ds4.custom_kernels.index_score import index_scores
 from tests.golden_tools import assert_close_to_largest, assert_equal, golden
 
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
+ORDERS = ("forward", "backward", "random")
 MODES = ["reference", pytest.param("emulate", marks=needs_emulator)]
 
 
@@ -74,7 +76,7 @@ def test_other_sizes(H, D, mode):
 
 
 @needs_emulator
-@pytest.mark.parametrize("order", ["forward", "backward", "random"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_rows_alone_and_together_are_equal_bits(order):
     q, weights, keys = random(1, 40, 150, seed=3)  # more rows than one threadgroup takes
     visible = mx.array(np.arange(111, 151).astype(np.int32))
@@ -121,6 +123,47 @@ def test_hidden_keys_are_not_read():
     want = np.where(np.arange(1000) < np.array([[299], [300]]), float64(q, weights, mx.nan_to_num(poisoned)), -np.inf)
     assert_close(got, want)
     assert np.isfinite(np.array(compact)).sum() == 3 * 8
+
+
+def split(keys: mx.array, base: int, recent: int) -> SplitRows:
+    """The keys in two parts, with NaN where no key lies."""
+    B, S, D = keys.shape
+
+    def poison(n: int) -> mx.array:
+        return mx.full((B, n, D), float("nan"), dtype=keys.dtype)
+
+    old = mx.concatenate([keys[:, :base], poison(150)], axis=1)
+    new = mx.concatenate([keys[:, base:], poison(max(0, base + recent - S))], axis=1)[:, :recent]
+    return SplitRows(old, new, mx.array([base], dtype=mx.int32))
+
+
+@pytest.mark.parametrize("order", ["reference", *(pytest.param(o, marks=needs_emulator) for o in ORDERS)])
+@pytest.mark.parametrize(("base", "recent"), [(0, 150), (127, 23), (149, 20), (150, 1)])
+def test_keys_in_two_parts_are_equal_bits(base, recent, order):
+    """Whole rows and block lists; what lies behind the last entry is hidden, and columns reach to the capacity."""
+    q, weights, keys = random(2, 3, 150, seed=5)
+    parts, ends = split(keys, base, recent), min(150, base + recent)
+    blocks = mx.array(np.tile(np.array([0, 3, 15, 16, 18, 30, -1], np.int32), (2, 3, 1)))
+    with use_kernels(**({"mode": "reference"} if order == "reference" else {"mode": "emulate", "order": order})):
+        for visible in (mx.array([149, 150, 0], dtype=mx.int32), mx.array([ends, 20, 1], dtype=mx.int32)):
+            got = index_scores(q, weights, parts, visible)
+            assert got.shape == (2, 3, base + 150 + recent)
+            assert mx.array_equal(got[..., :ends], index_scores(q, weights, keys, visible)[..., :ends])
+            assert mx.all(got[..., ends:] == -mx.inf)
+            lists = [index_scores(q, weights, k, visible, blocks, block_size=8) for k in (parts, keys)]
+            assert mx.array_equal(*lists)
+        all_seen = index_scores(q, weights, parts._replace(recent=mx.nan_to_num(parts.recent)))
+    assert mx.all(mx.isfinite(all_seen) == (mx.arange(300 + base + recent - 150) < base + recent))
+
+
+@needs_emulator
+def test_each_part_is_read_once():
+    q, weights, keys = random(1, 2, 150)
+    with use_kernels("emulate"):
+        index_scores(q, weights, split(keys, 100, 60), mx.array([140, 141], dtype=mx.int32))
+    traffic = emulator().last_stats().buffers
+    assert traffic["keys"].read == traffic["keys"].distinct_read == 100 * 64 * 2
+    assert traffic["recent"].read == traffic["recent"].distinct_read == 41 * 64 * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -170,6 +213,9 @@ def test_needle_emulated(L, S):
         ({"visible": mx.zeros((3,), dtype=mx.int32)}, "pass tensors of one step"),
         ({"blocks": mx.zeros((1, 3, 4), dtype=mx.int32)}, "one list for each row"),
         ({"block_size": 0}, "a size of 1 or more"),
+        ({"keys": split(mx.zeros((1, 9, 32)), 5, 4)}, "pass tensors of one step"),
+        ({"keys": split(mx.zeros((1, 9, 64)), 5, 4)._replace(base=mx.array(5))}, "parts of one cache"),
+        ({"keys": split(mx.zeros((1, 9, 64)), 5, 4)._replace(old=mx.zeros((1, 0, 64)))}, "parts of one cache"),
     ],
 )
 def test_wrong_calls(change, message):

@@ -27,6 +27,10 @@ CASES = {
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
     "cache_entry_ring": "cache_entry/ring9_at1048571_normed_fp8_2x3x96_tail16",
     "cache_entry_norm_ring": "cache_entry/query1290_ring3_at2_1x2x32_tail8",
+    "compress": "compress/2x3x272_at15_2",
+    "compress_pending": "compress/2x3x272_at15_0",
+    "index_score": "index_score/2x3x4x64_131_split99+32",
+    "sparse_attention": "sparse_attention/1x96x4x64_5of9_70of30_turn_queries_split23+17",
     "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
@@ -62,6 +66,26 @@ MUTATIONS = [
     ("cache_entry_norm_ring", "if (t < uint(D)) ring", "ring", "out-of-bounds"),
     ("cache_entry_norm_ring", "t % 32u < uint(SG) ? part[t % 32u] : 0.0f", "part[t % 32u]", "uninitialised"),
     ("cache_entry_norm_ring", "group - 2u * rows", "group - rows", "unwritten"),
+    ("compress", "first & ~1u", "first", "wrong result"),  # the pair that was open before the step
+    ("compress", "if (row < length) {", "if (true) {", "out-of-bounds"),
+    ("compress", "length + row) * ulong(D) + ulong(i)", "length) * ulong(D) + ulong(i)", "wrong result"),
+    ("compress", "* 32u + slot) * ulong(D)", "* 16u + slot) * ulong(D)", "wrong result"),
+    ("compress", "lane < uint(SG) ? part[lane] : 0.0f", "part[lane]", "out-of-bounds"),
+    ("compress", "if (lane == 0u) part", "part", "race"),
+    ("compress_pending", "line < uint(values_shape[0]) * 32u", "true", "out-of-bounds"),
+    ("compress_pending", "row >= length", "row > length", "out-of-bounds"),
+    ("compress_pending", "(line & 15u) - first", "(line & 15u)", "wrong result"),
+    ("compress_pending", "(line & 16u) == 0u", "(line & 16u) != 0u", "wrong result"),
+    ("index_score", "read && key[tile] >= int(start)", "read && key[tile] > int(start)", "wrong result"),
+    ("index_score", "is_recent ? recent_rows :", "is_recent ? old_rows :", "out-of-bounds"),  # the second sequence
+    ("index_score", "uint entries = start + recent_rows", "uint entries = old_rows + recent_rows", "out-of-bounds"),
+    ("index_score", "pair < 2u && column < width", "pair < 2u", "race"),
+    ("index_score", "head < heads ?", "true ?", "out-of-bounds"),
+    ("sparse_attention", "id >= int(start)", "id > int(start)", "wrong result"),  # an entry from the old rows' free end
+    ("sparse_attention", "near_rows : start + recent_rows", "near_rows : far_rows", "wrong result"),
+    ("sparse_attention", "is_recent ? id - int(start)", "is_recent ? id", "out-of-bounds"),
+    ("sparse_attention", "TURN_QUERIES && channel / 2u >=", "TURN_QUERIES && channel / 2u >", "wrong result"),
+    ("sparse_attention", "float n = sine[of_table];", "float n = -sine[of_table];", "wrong result"),
     ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
     ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
     ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),

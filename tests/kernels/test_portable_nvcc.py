@@ -10,9 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_ds4.custom_kernels import _quant_cuda, _quant_group_cuda
 from mlx_ds4.custom_kernels._case import all_cases
-from mlx_ds4.custom_kernels._kernel import Kernel, Launch, trace, watch_launches
+from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, trace, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
+from mlx_ds4.custom_kernels._random_planes import random_planes
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc here: install the CUDA toolkit to compile the text")
@@ -159,7 +161,7 @@ def test_a_fault_is_reported(tmp_path):
 
 @pytest.mark.slow  # 15 s; the gate runs it
 def test_every_name_and_every_kernel(tmp_path):
-    """The prelude's names, and one instance for each kernel and set of types."""
+    """The prelude's names, and one instance for each kernel, set of types and switches of its template."""
     launches: list[Launch] = []
     rng = np.random.default_rng(0)
 
@@ -170,7 +172,10 @@ def test_every_name_and_every_kernel(tmp_path):
 
     with watch_launches(launches.append):
         trace(run)
-    kinds = {(x.kernel.name, *(i.dtype for i in x.inputs)): x for x in launches}
+    kinds = {}
+    for x in launches:
+        switches = (value for _, value in x.call["template"] if isinstance(value, bool))
+        kinds[(x.kernel.name, *(i.dtype for i in x.inputs), *switches)] = x
     shared, own = [MLX, *all_names()], []
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
@@ -182,3 +187,51 @@ def test_every_name_and_every_kernel(tmp_path):
             shared.append(f"namespace n{i} {{\nusing namespace ::mlx::core::cu;\n{head}\n{text}\n}}")
     for texts in [shared, *own]:
         assert compile_cuda(texts, tmp_path) == ""
+
+
+def bodies_for_cuda_alone() -> None:
+    """Launches each of the products' tensor-core bodies, in every format that it takes."""
+    rng = np.random.default_rng(0)
+    x, many = (mx.zeros((rows, 1024), dtype=mx.bfloat16) for rows in (3, 40))
+    chosen, weights = mx.zeros((3, 2), dtype=mx.int32), mx.zeros((3, 2))
+    plan = (mx.zeros(6, dtype=mx.int32), mx.zeros(4, dtype=mx.int32))
+    for format in ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8"):
+        planes = random_planes(rng, format, 64, 1024)
+        for rows, dtype in ((x, mx.bfloat16), (many, mx.float32)):
+            _quant_cuda.dense(rows, format, planes, groups=1, out_dtype=dtype)
+        group = [
+            (format, planes),
+            *[(f, random_planes(rng, f, 8, 1024)) for f in ("F32", "F16", "BF16")],
+            (format, planes),
+        ]
+        for count in range(2, 6):
+            dtypes = [mx.float32, mx.bfloat16] * 3
+            _quant_group_cuda.together(x, group[:count], dtypes[:count])
+        if format != "FP8":
+            up, down = random_planes(rng, format, 3, 256, 1024), random_planes(rng, format, 3, 1024, 256)
+            a = mx.zeros((3, 2, 256), dtype=mx.bfloat16)
+            for pairs in (None, plan):
+                _quant_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, pairs)
+            _quant_cuda.down_few(a, format, down, chosen, x)
+            _quant_cuda.down_many(a, format, down, plan)
+
+
+@pytest.mark.slow
+def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
+    launches: list[Launch] = []
+
+    def node(self, inputs, call):
+        outputs = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+        return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(Kernel, "_launch", node)  # nothing of it is ever run
+    with watch_launches(launches.append):
+        bodies_for_cuda_alone()
+    kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
+    texts = [MLX, _quant_group_cuda.HEADER]
+    for i, launch in enumerate(kinds.values()):
+        head, body = launch.kernel.cuda_text()
+        assert _quant_group_cuda.HEADER.startswith(head)
+        texts.append(function(launch.kernel, launch, f"k{i}", body))
+    missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
+    assert not missing and compile_cuda(texts, tmp_path) == ""

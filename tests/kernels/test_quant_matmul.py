@@ -142,18 +142,25 @@ def test_a_row_does_not_depend_on_its_neighbours(format, counts, monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_several_weights_equal_one_by_one(mode):
+    """Seven matrices of four formats and two result dtypes: five in one launch, then two."""
     x = normal(4, 2, 3, 256, dtype=mx.bfloat16)
-    weights = [(f, planes_of(f, n, 256, seed=n)) for f, n in [("Q8_0", 5), ("Q4_K", 9), ("Q8_0", 70)]]
-    weights += [("Q8_0", planes_of("Q8_0", n, 256, seed=n)) for n in (3, 8)]
+    kinds = [("Q8_0", 5), ("F16", 9), ("Q8_0", 70), ("Q4_K", 3), ("F32", 8), ("Q8_0", 33), ("Q8_0", 4)]
+    weights = [(f, planes_of(f, n, 256, seed=n)) for f, n in kinds]
+    dtypes = [mx.float32 if f in ("F16", "F32") else mx.bfloat16 for f, _ in kinds]
     with use_kernels(mode), count_launches() as launches:
-        got = quant_matmul_group(x, weights)
-        wanted = [product(x, *weight) for weight in weights]
-    assert [y.shape for y in got] == [(2, 3, n) for n in (5, 9, 70, 3, 8)]
+        got = quant_matmul_group(x, weights, out_dtype=dtypes)
+        wanted = [product(x, *weight, out_dtype=dtype) for weight, dtype in zip(weights, dtypes, strict=True)]
+    assert [(y.shape, y.dtype) for y in got] == [
+        ((2, 3, n), dtype) for (_, n), dtype in zip(kinds, dtypes, strict=True)
+    ]
     assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
     if mode == "reference":
-        assert all(same_bits(a, b) for a, b in zip(got, quant_matmul_group_ref(x, weights), strict=True))
-    else:  # four of Q8_0 in two launches, one of Q4_K; then one by one
-        assert launches == {"quant_rows_3": 1, "quant_rows": 2 + 5}
+        reference = quant_matmul_group_ref(x, weights, out_dtype=dtypes)
+        assert all(same_bits(a, b) for a, b in zip(got, reference, strict=True))
+    else:
+        assert launches == {"quant_rows_5": 1, "quant_rows_2": 1, "quant_rows": 7}
+    with pytest.raises(ValueError, match="1 output dtypes for 7 weights"):
+        quant_matmul_group(x, weights, out_dtype=[mx.float32])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -222,7 +229,7 @@ def test_offsets_of_the_largest_weights():
     header = _octet.OCTET_HEADER
     for index in re.findall(r"(?:scales|supers|codes\))\[(.*?)\][;)\s]", header):
         assert "ul" in index or re.fullmatch(r"here|block32|block256|octet_index\(.*\)", index), index
-    sources = quant_matmul._ROWS_HEADER + quant_matmul._TILE_SOURCE
+    sources = quant_matmul.ROWS_HEADER + quant_matmul._TILE_SOURCE
     assert "ulong(g) * ulong(outputs)" in sources and not re.search(r"(?<!\()\bg \* outputs", sources)
 
 
@@ -315,6 +322,11 @@ def test_modules(format, trained, mode):
     with use_kernels("reference"):
         assert all(mx.allclose(a, layer(x), rtol=2.0**-7) for a, layer in zip(together, layers, strict=True))
         assert mx.allclose(block, grouped(x.reshape(1, 128)), rtol=2.0**-7)
-    layers[1].rounds_input = False  # nothing to share any more
-    with use_kernels("reference"):
-        assert all(same_bits(a, layer(x)) for a, layer in zip(apply_together(x, *layers), layers, strict=True))
+    layers[1].rounds_input = False  # no shared rounding any more
+    layers.append(Linear(64, 3, out_dtype=mx.float32))
+    layers[2].weight = normal(11, 3, 64)
+    with use_kernels(mode), count_launches() as launches:
+        together = apply_together(x, *layers)
+        assert launches.total() == (0 if mode == "reference" else 3 if trained else 1)
+        assert all(same_bits(a, layer(x)) for a, layer in zip(together, layers, strict=True))
+    assert [y.dtype for y in together] == [mx.bfloat16, mx.bfloat16, mx.float32]

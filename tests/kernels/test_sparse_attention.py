@@ -8,11 +8,13 @@ import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import disable, emulator, emulator_missing, families, use_kernels
-from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_ref, rope_table
+from mlx_ds4.custom_kernels._rows import SplitRows, whole
+from mlx_ds4.custom_kernels.rope import rope, rope_frequencies, rope_ref, rope_table
 from mlx_ds4.custom_kernels.sparse_attention import _heads_of_group, sparse_attention, sparse_attention_ref
 from tests.golden_tools import assert_equal, golden, row_error
 
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
+ORDERS = ("forward", "backward", "random")
 MODES = ["reference", pytest.param("emulate", marks=needs_emulator)]
 
 
@@ -82,7 +84,7 @@ def test_against_float64(B, L, H, D, sizes, mode):
 
 
 @needs_emulator
-@pytest.mark.parametrize("order", ["forward", "backward", "random"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_rows_and_heads_alone_and_together_are_equal_bits(order):
     """Also across the numbers of heads that share a threadgroup, which follow from the number of rows."""
     q, sources, sinks = random(1, 100, 4, 64, [(20, 16), (50, 70)])
@@ -148,12 +150,68 @@ def test_turned_back(mode):
     assert np.mean(apart == 0) >= 0.99 and not mx.array_equal(got, straight)
 
 
+def split(rows: mx.array, base: int, recent: int) -> SplitRows:
+    """The rows in two parts, with NaN where no entry lies."""
+    B, S, D = rows.shape
+
+    def poison(n: int) -> mx.array:
+        return mx.full((B, n, D), float("nan"), dtype=rows.dtype)
+
+    new = mx.concatenate([rows[:, base : base + recent], poison(max(0, base + recent - S))], axis=1)
+    old = mx.concatenate([rows[:, :base], poison(3 if base else 1)], axis=1)
+    return SplitRows(old, new, mx.array([base], dtype=mx.int32))
+
+
+@pytest.mark.parametrize("order", ["reference", *(pytest.param(o, marks=needs_emulator) for o in ORDERS)])
+@pytest.mark.parametrize(("base", "recent"), [(0, 50), (38, 12), (49, 1), (50, 4)])
+def test_rows_in_two_parts_are_equal_bits(base, recent, order):
+    """Also where the list names rows that are not there."""
+    q, [near, (rows, index)], sinks = random(2, 3, 2, 64, [(20, 16), (50, 70)])
+    index[:, :, 60:] = mx.array([-9, 60, 1 << 30, -1, 54, 53, 52, 51, 50, 49], dtype=mx.int32)
+    parts = split(rows, base, recent)
+    if recent > 50 - base:  # the free end of the recent rows is named: attention sees what whole() holds there
+        parts = parts._replace(recent=mx.nan_to_num(parts.recent))
+    one = whole(parts)[:, : base + recent]
+    mode = {"mode": "reference"} if order == "reference" else {"mode": "emulate", "order": order}
+    with use_kernels(**mode), count_launches() as launches:
+        for before in ([], [near]):
+            want = sparse_attention(q, [*before, (one, index)], sinks, scale=0.125)
+            got = sparse_attention(q, [*before, (parts, index)], sinks, scale=0.125)
+            assert mx.array_equal(got, want)
+    assert launches["sparse_attention"] == (0 if order == "reference" else 4)
+
+
+@pytest.mark.parametrize("order", ["reference", *(pytest.param(o, marks=needs_emulator) for o in ORDERS)])
+@pytest.mark.parametrize("pairs", [1, 8, 32, 65])
+def test_queries_turned_in_the_kernel_are_equal_bits(pairs, order):
+    """Beyond 64 pairs they are turned by a launch of their own."""
+    q, sources, sinks = random(2, 3, 2, 256 if pairs > 32 else 64, [(20, 16), (50, 70)])
+    turn = rope_table(np.array([5, 70_000, 1_048_575]), rope_frequencies(2 * pairs, 10000.0))
+    mode = {"mode": "reference"} if order == "reference" else {"mode": "emulate", "order": order}
+    with use_kernels(**mode):
+        want = sparse_attention(rope(q, *turn), sources, sinks, scale=0.125, turn=turn)
+        with count_launches() as launches:
+            got = sparse_attention(q, sources, sinks, scale=0.125, turn=turn, turn_queries=True)
+    assert mx.array_equal(got, want)
+    assert order == "reference" or launches["rope"] == (pairs > 64)
+
+
+@needs_emulator
+def test_old_rows_are_gathered_once_and_recent_ones_from_their_part():
+    q, [(rows, index)], sinks = random(1, 1, 1, 64, [(40, 70)])
+    with use_kernels("emulate"):
+        sparse_attention(q, [(split(rows, 25, 20), index)], sinks, scale=0.125)
+    traffic = emulator().last_stats().buffers
+    assert traffic["far"].read == int(((index >= 0) & (index < 25)).sum()) * 64 * 2
+    assert traffic["recent"].read == int((index >= 25).sum()) * 64 * 2
+
+
 @needs_emulator
 def test_a_row_is_gathered_once_for_the_heads_of_a_threadgroup():
     q, [(rows, index)], sinks = random(1, 200, 4, 64, [(40, 70)])
     with use_kernels("emulate"):
         sparse_attention(q, [(rows, index)], sinks, scale=0.125)
-    assert emulator().last_stats().buffers["near"].read == int((index >= 0).sum()) * 64 * 2
+    assert emulator().last_stats().buffers["far"].read == int((index >= 0).sum()) * 64 * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -170,6 +228,9 @@ def test_without_a_kernel(mode):
     assert not launches
 
 
+LIST = mx.zeros((1, 2, 4), dtype=mx.int32)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -179,6 +240,11 @@ def test_without_a_kernel(mode):
         ({"sources": [(mx.zeros((1, 9, 64)), mx.zeros((1, 3, 4), dtype=mx.int32))]}, "pass the tensors of one layer"),
         ({"turn": (mx.zeros((3, 4)), mx.zeros((3, 4)))}, "make the table from the positions"),
         ({"turn": (mx.zeros((2, 33)), mx.zeros((2, 33)))}, "make the table from the positions"),
+        ({"turn_queries": True}, "expected its tables"),
+        ({"sources": [(split(mx.zeros((1, 9, 64)), 5, 4), LIST), (mx.zeros((1, 9, 64)), LIST)]}, "swap the two"),
+        ({"sources": [(SplitRows(*[mx.zeros((1, 9, 64))] * 2, mx.array([1.0])), LIST)]}, "parts of one cache"),
+        ({"sources": [(SplitRows(*[mx.zeros((1, 0, 64))] * 2, mx.array([0])), LIST)]}, "parts of one cache"),
+        ({"sources": [(split(mx.zeros((1, 9, 32)), 5, 4), LIST)]}, "pass the tensors of one layer"),
     ],
 )
 def test_wrong_calls(change, message):
