@@ -76,12 +76,12 @@ def gather(rows: Rows, index: mx.array) -> mx.array:
     return mx.where(named[..., None], picked, 0)
 
 
-def whole(rows: Rows) -> mx.array:
-    """The array [B, S + R, D] that the rows stand for, zeros behind the last entry; a copy, for references."""
+def part(rows: Rows, first: int, end: int) -> mx.array:
+    """Entries first .. end - 1, or to the last one, as an array: zeros where there is none."""
     if not isinstance(rows, SplitRows):
-        return rows
-    B, length, _ = rows.shape
-    return gather(rows, mx.broadcast_to(mx.arange(length, dtype=mx.int32), (B, length)))
+        return rows[:, first:end]
+    index = mx.arange(first, min(end, rows.shape[1]), dtype=mx.int32)
+    return gather(rows, mx.broadcast_to(index, (rows.shape[0], index.size)))
 
 
 def ring_ref(ring: mx.array, rows: mx.array, at: mx.array, *, axis: int) -> mx.array:

@@ -24,10 +24,11 @@ import numpy as np
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, enabled
-from ._rows import Rows, SplitRows, end, gather, rows_fault, whole
+from ._rows import Rows, SplitRows, end, gather, part, rows_fault
 
 # Elements of the [rows, heads, keys] block that the reference computes at a time: bounds memory at any length.
 _TILE_ELEMENTS = 1 << 23
+_SHORT = 8  # rows of a step that may be traced, where nothing can be evaluated
 _COLUMNS = 128  # scores of a row in one threadgroup
 _ROWS = 32  # rows that share one reading of keys
 
@@ -243,10 +244,13 @@ def index_scores_ref(
         visible = mx.full((L,), S, dtype=mx.int32)
     visible = mx.minimum(visible, end(keys))
     if blocks is None:
-        keys = whole(keys)
         step = max(1, _TILE_ELEMENTS // max(1, B * L * H))
-        parts = [_scores(q, weights, keys[:, None, i : i + step], bf16) for i in range(0, S, step)]
-        scores = mx.concatenate(parts, axis=-1) if parts else mx.zeros((B, L, 0), dtype=mx.float32)
+        tiles = []
+        for i in range(0, S, step):
+            tiles.append(_scores(q, weights, part(keys, i, i + step)[:, None], bf16))
+            if L > _SHORT:
+                mx.eval(tiles[-1])  # else MLX would widen the keys of all tiles first
+        scores = mx.concatenate(tiles, axis=-1) if tiles else mx.zeros((B, L, 0), dtype=mx.float32)
         return mx.where(mx.arange(S) < visible[:, None], scores, -mx.inf)
     entry = (blocks[..., None] * block_size + mx.arange(block_size)).reshape(B, L, -1)
     seen = (entry >= 0) & (entry < visible[:, None])
@@ -254,11 +258,11 @@ def index_scores_ref(
         return mx.full(entry.shape, -mx.inf, dtype=mx.float32)
     entry = mx.where(seen, entry, -1)
     step = max(1, _TILE_ELEMENTS // max(1, B * entry.shape[-1] * (H + D)))
-    parts = []
+    tiles = []
     for i in range(0, L, step):
         rows = slice(i, i + step)
-        parts.append(_scores(q[:, rows], weights[:, rows], gather(keys, entry[:, rows]), bf16))
-    return mx.where(seen, mx.concatenate(parts, axis=1), -mx.inf)
+        tiles.append(_scores(q[:, rows], weights[:, rows], gather(keys, entry[:, rows]), bf16))
+    return mx.where(seen, mx.concatenate(tiles, axis=1), -mx.inf)
 
 
 def _scores(q: mx.array, weights: mx.array, keys: mx.array, bf16: bool) -> mx.array:

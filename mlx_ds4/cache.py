@@ -27,7 +27,7 @@ _CAPACITY_STEP = 8192
 
 
 class GrowingRows:
-    """Rows of one layer that only grow, as `SplitRows`: the last `RECENT` / 2 or more stay in the part that steps write.
+    """Rows of one layer that only grow, as `SplitRows`: at least the last `REWIND` stay in the part that steps write.
 
     `length` rows count. Rows from `base` on lie in `recent`; the old part is copied only when rows move into it.
     """
