@@ -64,6 +64,14 @@ def valid(rows: Rows, index: mx.array) -> mx.array:
     return (index >= 0) & (index < end(rows))
 
 
+def after(rows: Rows, other: mx.array) -> Rows:
+    """The same rows, not read before `other` is computed: an order without an evaluation."""
+    if isinstance(rows, SplitRows):
+        old, recent = mx.depends([rows.old, rows.recent], [other])
+        return SplitRows(old, recent, rows.base)
+    return mx.depends([rows], [other])[0]
+
+
 def gather(rows: Rows, index: mx.array) -> mx.array:
     """Entries at index int32 [B, ..] -> [B, .., D]; zeros where the index names none."""
     named = valid(rows, index)

@@ -24,11 +24,10 @@ import numpy as np
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, enabled
-from ._rows import Rows, SplitRows, end, gather, part, rows_fault
+from ._rows import Rows, SplitRows, after, end, gather, part, rows_fault
 
 # Elements of the [rows, heads, keys] block that the reference computes at a time: bounds memory at any length.
 _TILE_ELEMENTS = 1 << 23
-_SHORT = 8  # rows of a step that may be traced, where nothing can be evaluated
 _COLUMNS = 128  # scores of a row in one threadgroup
 _ROWS = 32  # rows that share one reading of keys
 
@@ -247,9 +246,9 @@ def index_scores_ref(
         step = max(1, _TILE_ELEMENTS // max(1, B * L * H))
         tiles = []
         for i in range(0, S, step):
+            if tiles:
+                keys = after(keys, tiles[-1])  # else MLX may widen the keys of all tiles first
             tiles.append(_scores(q, weights, part(keys, i, i + step)[:, None], bf16))
-            if L > _SHORT:
-                mx.eval(tiles[-1])  # else MLX would widen the keys of all tiles first
         scores = mx.concatenate(tiles, axis=-1) if tiles else mx.zeros((B, L, 0), dtype=mx.float32)
         return mx.where(mx.arange(S) < visible[:, None], scores, -mx.inf)
     entry = (blocks[..., None] * block_size + mx.arange(block_size)).reshape(B, L, -1)
