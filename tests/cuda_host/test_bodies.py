@@ -19,7 +19,7 @@ from mlx_ds4.custom_kernels import (
 from mlx_ds4.custom_kernels._case import compare, outputs
 from mlx_ds4.custom_kernels._kernel import trace, watch_launches
 from mlx_ds4.custom_kernels._random_planes import random_planes
-from mlx_ds4.custom_kernels._rows import SplitRows, whole
+from mlx_ds4.custom_kernels._rows import SplitRows, part
 from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_ref, rope_table
 from tests.cuda_host import COMPILER, launch
 
@@ -189,7 +189,7 @@ def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base):
 
     q, near, sinks = normal(2, 2, 3, D), (normal(2, 9, D), listed(9)), mx.zeros((3,))
     parts = SplitRows(normal(2, 30, D), normal(2, 12, D), mx.array([base], dtype=mx.int32))
-    one, index = whole(parts)[:, : base + 12], listed(base + 12)
+    one, index = part(parts, 0, parts.shape[1])[:, : base + 12], listed(base + 12)
     turn = rope_table(np.array([70_000, 1_048_575]), rope_frequencies(2 * pairs, 10000.0))
     attend = functools.partial(sparse_attention.sparse_attention, sinks=sinks, scale=0.1, turn=turn)
     for before in ([], [near]):
@@ -209,7 +209,7 @@ def test_scores_of_keys_in_two_parts(base, blocks):
 
     q, weights = normal(2, 3, 4, 64), normal(2, 3, 4)
     parts = SplitRows(normal(2, 120, 64), normal(2, 20, 64), mx.array([base], dtype=mx.int32))
-    one, visible = whole(parts)[:, : base + 20], mx.array([base + 20, 1000, 3], dtype=mx.int32)
+    one, visible = part(parts, 0, parts.shape[1])[:, : base + 20], mx.array([base + 20, 1000, 3], dtype=mx.int32)
     lists = mx.array(rng.integers(-1, 20, (2, 3, 6)).astype(np.int32)) if blocks else None
     score = functools.partial(index_score.index_scores, q, weights, visible=visible, blocks=lists, block_size=8)
     want, got = run(lambda: score(keys=one)), run(lambda: score(keys=parts))

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import disable, emulator, emulator_missing, families, use_kernels
-from mlx_ds4.custom_kernels._rows import SplitRows, whole
+from mlx_ds4.custom_kernels._rows import SplitRows, part
 from mlx_ds4.custom_kernels.rope import rope, rope_frequencies, rope_ref, rope_table
 from mlx_ds4.custom_kernels.sparse_attention import _heads_of_group, sparse_attention, sparse_attention_ref
 from tests.golden_tools import assert_equal, golden, row_error
@@ -171,7 +171,7 @@ def test_rows_in_two_parts_are_equal_bits(base, recent, order):
     parts = split(rows, base, recent)
     if recent > 50 - base:  # the free end of the recent rows is named: attention sees what whole() holds there
         parts = parts._replace(recent=mx.nan_to_num(parts.recent))
-    one = whole(parts)[:, : base + recent]
+    one = part(parts, 0, parts.shape[1])[:, : base + recent]
     mode = {"mode": "reference"} if order == "reference" else {"mode": "emulate", "order": order}
     with use_kernels(**mode), count_launches() as launches:
         for before in ([], [near]):
