@@ -22,7 +22,7 @@ from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import backend, use_kernels
 from mlx_ds4.generation import generate_step
 from mlx_ds4.loader import load_model
-from tools.mac_check import machine
+from mlx_ds4.machine import machine
 
 NANO = Path(__file__).parent.parent / "tests" / "golden" / "nano" / "model"
 PROMPTS = {"shipped": [0, 72, 101, 108, 108, 111], "nano": [0, 337, 47, 343, 214, 325, 224, 327, 194, 394]}

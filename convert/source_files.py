@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_ds4.sources import ConvertibleSource
+from mlx_ds4.converted import ConvertedSource
+from mlx_ds4.sources import ConvertibleSource, open_source
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,12 @@ def check_unchanged(marks: Sequence[SourceFile]) -> None:
 
 def marks_to_json(marks: Sequence[SourceFile]) -> list[dict[str, Any]]:
     return [{**asdict(mark), "path": str(mark.path)} for mark in marks]
+
+
+def model_fingerprint(path: str | os.PathLike) -> str:
+    """Names a model file or folder without reading its weights: `fingerprint` of its files, or, for a converted
+    folder, SHA-256 of its config.json, which holds the source's fingerprint and every format."""
+    source = open_source(path, strict=False)
+    if isinstance(source, ConvertedSource):
+        return hashlib.sha256((source.path / "config.json").read_bytes()).hexdigest()
+    return fingerprint(mark_files(source))

@@ -100,7 +100,7 @@ def load_model(
     if config.engram_layer_ids:
         model.set_engram(*source.engram(tokenizer))
     done = 0
-    for weight in _bound_weights(model, source.config):
+    for weight in bound_weights(model, source.config):
         value = source.read(weight)
         bind(model, weight, value)
         done += source.nbytes(weight)
@@ -114,7 +114,7 @@ def load_model(
     return model, tokenizer
 
 
-def _bound_weights(model: Model, config: ModelConfig) -> list[Weight]:
+def bound_weights(model: Model, config: ModelConfig) -> list[Weight]:
     """The weights that the model has a place for: not the tables, not the image tokens' router bias."""
     weights = [w for w in model_weights(config) if w.storage != "ROWS" and not w.name.endswith(".bias_vl")]
     places = {name for name, _ in tree_flatten(model.parameters())}

@@ -25,6 +25,7 @@ FLOORS = {
     "mlx_ds4.convert": 3,
     "mlx_ds4.api": 4,
     "mlx_ds4.generate": 5,
+    "mlx_ds4.bench": 5,
 }
 # Text knows no tensors.
 WITHOUT_MLX = ("tokenizer", "chat", "tool_calls", "dsml", "engram_map", "config", "spm")
@@ -77,7 +78,7 @@ def test_imports_stay_on_their_floor(name):
             assert floor(target) <= floor(name), (
                 f"{name} (floor {floor(name)}) imports {target} (floor {floor(target)})"
             )
-            assert target != "mlx_ds4.generate", "nothing imports the command"
+            assert floor(target) < 5, "nothing imports the commands"
 
 
 @pytest.mark.parametrize("name", WITHOUT_MLX)

@@ -9,39 +9,13 @@ small cases through the emulator instead.
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import sys
 import time
-from pathlib import Path
-
-import mlx.core as mx
 
 from mlx_ds4.custom_kernels._case import Case, all_cases, check
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import backend, enabled
-
-
-def machine() -> dict[str, str]:
-    """What a figure needs beside it: device, back end, operating system, MLX's version, commit."""
-    device = mx.device_info(mx.default_device()).get("device_name", "unknown")
-    system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.platform()
-    return {
-        "device": str(device),
-        "backend": backend() or "reference",
-        "os": system,
-        "mlx": mx.__version__,
-        "commit": commit(),
-    }
-
-
-def commit() -> str:
-    """The checkout's commit, with "+" when files differ from it; "unknown" outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+from mlx_ds4.machine import machine
 
 
 def run(case: Case) -> tuple[str, str, str, str]:
