@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_ds4.sources import ConvertibleSource
+from mlx_ds4.sources import PieceSource
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SourceFile:
     header_sha256: str
 
 
-def mark_files(source: ConvertibleSource) -> list[SourceFile]:
+def mark_files(source: PieceSource) -> list[SourceFile]:
     """Size, time and header of every file of a source; OSError when one cannot be read."""
     marks = []
     for path, header_bytes in source.files().items():

@@ -18,9 +18,8 @@ from mlx_ds4.checkpoint import CheckpointError, model_weights, other_part
 from mlx_ds4.config import ConfigError
 from mlx_ds4.convert import engram_files
 from mlx_ds4.convert.mlx_folder import Options, convert_to_folder
-from mlx_ds4.convert.to_gguf import official_to_gguf
 from mlx_ds4.convert.verify import verify_folder
-from mlx_ds4.drafter_files import find_drafter, load_drafter
+from mlx_ds4.drafter_files import find_drafter, load_drafter, open_drafter
 from mlx_ds4.formats.folder_layout import stored_arrays
 from mlx_ds4.formats.gguf_header import FormatError
 from mlx_ds4.formats.host_planes import split_rows
@@ -38,20 +37,13 @@ IDS = mx.array([[5, 9, 200, 7, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 250
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory, nano_k_gguf):
-    folder, made = tmp_path_factory.mktemp("sources"), {}
-
+def sources(nano_k_gguf, nano_gguf):
     def get(name: str) -> Path:
         if name in ("nano", "nano_k"):
             return GOLDEN / name / "model"
         if name == "tiny":
             return shipped_model()
-        if name in ("q2", "q4", "mxfp4"):
-            return nano_k_gguf(name)
-        if name not in made:  # nano with Engram, float weights
-            made[name] = folder / f"{name}.gguf"
-            official_to_gguf(NANO, made[name], name)
-        return made[name]
+        return nano_gguf if name == "f16" else nano_k_gguf(name)
 
     return get
 
@@ -136,8 +128,8 @@ def test_manifest_has_a_checksum_of_every_array(tmp_path):
     convert_to_folder(NANO, tmp_path / "out", Options("packed", "copy", SMALL))
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     source = open_source(NANO)
-    names = {name for name in source.folder.tensors if name.startswith("mtp.")}
-    for weight in model_weights(source.config):
+    names, drafter = set(), open_drafter(NANO, source.config)
+    for weight in (*model_weights(source.config), *drafter.weights):
         if weight.storage == "ROWS":
             names.add(weight.name)
             continue
