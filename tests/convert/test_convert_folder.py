@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import struct
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -194,6 +196,36 @@ def test_tables_are_the_same_rows(tmp_path, monkeypatch, storage, kind):
     assert verify_folder(tmp_path / "out", path) == []
     moved = (tmp_path / "out").rename(tmp_path / "moved")
     assert len(rows_of(moved)) == 2
+
+
+def extent_flags(path: Path) -> list[int]:
+    """FIEMAP flags of a file's extents, once its data is on the disk (Linux)."""
+    fcntl = pytest.importorskip("fcntl")
+    request = bytearray(struct.pack("<QQIIII", 0, 2**64 - 1, 1, 0, 256, 0) + bytes(56 * 256))
+    with open(path, "rb") as file:
+        fcntl.ioctl(file.fileno(), 0xC020660B, request)
+    count = struct.unpack_from("<I", request, 20)[0]
+    return [struct.unpack_from("<I", request, 32 + 56 * number + 40)[0] for number in range(count)]
+
+
+def test_a_real_clone_shares_its_blocks(tmp_path):
+    """No stand-in: needs a file system that clones, such as Btrfs or XFS (`pytest --basetemp` chooses one)."""
+    path = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf"))
+    try:
+        engram_files.clone_file(path, tmp_path / "probe")
+    except OSError as error:
+        pytest.skip(f"the file system of {tmp_path} cannot clone: {error.strerror}")
+    want = rows_of(path)
+    convert_to_folder(path, tmp_path / "out", Options(engram="clone"))
+    clone = tmp_path / "out" / "engram-tiny.gguf"
+    assert clone.read_bytes() == path.read_bytes()
+    if sys.platform == "linux":
+        flags = extent_flags(clone)
+        assert flags and all(flag & 0x2000 for flag in flags)  # FIEMAP_EXTENT_SHARED
+    damage(path, path.stat().st_size - 100_000, bytes(100_000))  # the source changes and goes, the clone stays
+    path.unlink()
+    for got, rows in zip(rows_of(tmp_path / "out"), want, strict=True):
+        np.testing.assert_array_equal(got, rows)
 
 
 def test_clone_says_where_it_cannot(tmp_path, monkeypatch):
