@@ -24,9 +24,6 @@ from mlx_ds4.convert.verify import verify_folder
 from mlx_ds4.drafter_files import find_drafter, load_drafter, open_drafter
 from mlx_ds4.formats.folder_layout import stored_arrays
 from mlx_ds4.formats.gguf_header import FormatError
-from mlx_ds4.formats.host_planes import split_rows
-from mlx_ds4.formats.planes import to_planes
-from mlx_ds4.formats.quant_blocks import TYPE_INFO
 from mlx_ds4.formats.safetensors import SafetensorsFolder
 from mlx_ds4.loader import describe, load_model
 from mlx_ds4.model.linear import BlockWeight
@@ -342,21 +339,3 @@ def test_load_refuses_in_one_sentence(tmp_path, converted, change, error, messag
     with pytest.raises(error, match=message) as caught:
         load_model(tmp_path / "out")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("format", ["Q8_0", "MXFP4", "Q4_K", "Q2_K", "IQ2_XXS"])
-def test_host_planes_are_the_planes(format):
-    size = TYPE_INFO[format][2]
-    raw = np.random.default_rng(0).integers(0, 256, (4100, 2 * size), np.uint8)
-    want = to_planes(format, mx.array(raw))
-    got = split_rows(format, raw)
-    stored = stored_arrays("w", format, (4100, 2 * TYPE_INFO[format][1]))
-    assert list(got) == list(want) == list(stored)
-    for plane, array in got.items():
-        assert array.shape == want[plane].shape == stored[plane].shape and array.dtype == np.array(want[plane]).dtype
-        assert array.tobytes() == np.array(want[plane]).tobytes() and array.nbytes == stored[plane].nbytes
-    for wrong in (raw[:, 1:], raw.astype(np.int8), raw[0]):
-        with pytest.raises(ValueError, match="in blocks of"):
-            split_rows(format, wrong)
-    with pytest.raises(ValueError, match="no planes for format 'Q6_K'"):
-        split_rows("Q6_K", raw)
