@@ -113,6 +113,26 @@ def test_the_drafter_comes_along(tmp_path):
         np.testing.assert_array_equal(np.array(drafters[1][name].view(mx.uint8)), np.array(want.view(mx.uint8)))
 
 
+def test_mlx_decodes_the_planes_of_a_release(tmp_path):
+    """FP4 experts are MLX's mxfp4, FP8 matrices its mxfp8 once each tile's scale stands in all of its rows."""
+    convert_to_folder(NANO_K, tmp_path / "out")
+    shards = {}
+    for shard in (tmp_path / "out").glob("model-*"):
+        shards.update(mx.load(str(shard)))
+    source, seen = open_source(NANO_K), set()
+    for weight in model_weights(source.config):
+        if weight.storage not in ("FP4", "FP8"):
+            continue
+        codes, scales = (shards[f"{weight.name}.{plane}"] for plane in ("codes", "scales"))
+        mode = "mxfp4" if weight.storage == "FP4" else "mxfp8"
+        if mode == "mxfp8":
+            scales = mx.repeat(scales, 32, axis=0)[: codes.shape[0]]
+        values = mx.dequantize(codes.view(mx.uint32), scales, group_size=32, mode=mode, dtype=mx.float32)
+        np.testing.assert_array_equal(np.array(values), np.array(source.read(weight).dequantize()), err_msg=weight.name)
+        seen.add(mode)
+    assert seen == {"mxfp4", "mxfp8"}
+
+
 def test_arrays_come_lazily(tmp_path):
     convert_to_folder(NANO_K, tmp_path / "out")
     before = mx.get_active_memory()
