@@ -16,11 +16,11 @@ import subprocess
 import time
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_ds4.custom_kernels import _quant_cuda
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul
-from mlx_ds4.formats.planes import dequantize, to_planes
+from mlx_ds4.formats.folder_layout import stored_arrays
+from mlx_ds4.formats.planes import dequantize
 
 BLOCKS = {"Q8_0": (32, 34), "Q4_K": (256, 144), "Q2_K": (256, 84), "IQ2_XXS": (256, 66), "MXFP4": (32, 17)}
 SHAPES = [
@@ -31,17 +31,17 @@ LAUNCHES = 120
 
 def random_planes(name: str, shape: tuple[int, ...], seed: int) -> dict[str, mx.array]:
     """Planes of random codes with scales near 0.01: made on the device, any leading axes."""
-    width, size = BLOCKS[name]
-    key = mx.random.key(seed)
-    raw = mx.random.randint(0, 256, (*shape[:-1], shape[-1] // width, size), dtype=mx.uint8, key=key)
-    half = np.array([0.01, 0.02], dtype=np.float16).view(np.uint8).tolist()
-    at = {"Q8_0": [0], "Q4_K": [0, 2], "Q2_K": [80, 82], "IQ2_XXS": [0], "MXFP4": []}[name]
-    for index, start in enumerate(at):
-        raw[..., start] = half[2 * index]
-        raw[..., start + 1] = half[2 * index + 1]
-    if name == "MXFP4":
-        raw[..., 0] = 118 + raw[..., 0] % 5
-    planes = to_planes(name, raw.reshape(*shape[:-1], -1))
+    planes = {}
+    for number, (plane, array) in enumerate(stored_arrays("", name, shape).items()):
+        if array.dtype == "F16":  # of a pair the scale and the offset
+            values = mx.array([0.01, 0.02 if plane == "supers" else 0.01], dtype=mx.float16)
+            planes[plane] = mx.tile(values, (*array.shape[:-1], -(-array.shape[-1] // 2)))[..., : array.shape[-1]]
+            continue
+        low, high = (118, 123) if (name, plane) == ("MXFP4", "scales") else (0, 256)
+        size = 4 if array.dtype == "U32" else 1
+        bytes_of = (*array.shape[:-1], array.shape[-1] * size)
+        drawn = mx.random.randint(low, high, bytes_of, dtype=mx.uint8, key=mx.random.key(3 * seed + number))
+        planes[plane] = drawn.view({"I8": mx.int8, "U32": mx.uint32, "U8": mx.uint8}[array.dtype])
     mx.eval(planes)
     return planes
 

@@ -1,6 +1,6 @@
 """Convert a model: a ds4 GGUF or the official release to a folder of MLX arrays, or the release to a GGUF.
 
-python -m mlx_ds4.convert --gguf DeepSeek-V4.1-Flash-Q2.gguf --mlx-path v41-q2
+python -m mlx_ds4.convert --gguf DeepSeek-V4.1-Flash-Q2.gguf --draft-model DSpark.gguf --mlx-path v41-q2
 python -m mlx_ds4.convert --hf-path DeepSeek-V4.1-Flash --mlx-path v41-mxfp4 --experts packed
 python -m mlx_ds4.convert --hf-path DeepSeek-V4.1-Flash --mlx-path v41-q4.gguf --to gguf --recipe q4
 """
@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlx_ds4.checkpoint import model_weights
@@ -19,6 +19,7 @@ from mlx_ds4.sources import OfficialSource, open_source
 
 from .engram_files import STORAGES, table_weights
 from .mlx_folder import EXPERTS, FolderPlan, Options, convert_to_folder, free_space, plan_folder
+from .mlx_plan import Item, item_bytes
 from .recipe import RECIPES, plan
 from .requantize import MODES, block_format, table
 from .to_gguf import official_to_gguf
@@ -42,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--gguf", metavar="FILE", help="a ds4 GGUF file, or the first of its raw pieces")
     source.add_argument("--hf-path", metavar="DIR", help="a folder of the official release")
     add("--mlx-path", required=True, metavar="PATH", help="the folder to write (with --to gguf: the file)")
+    add("--draft-model", metavar="PATH", help="a DSpark GGUF or an official folder whose drafter to take along")
     add("--experts", choices=EXPERTS, help="stacked in shards, or packed: one aligned record an expert (stacked)")
     add("--engram", choices=STORAGES, help="leave the Engram tables in the source, copy or clone them (reference)")
     add("-q", "--quantize", action="store_true", help="round the matrices of a float model to a block format")
@@ -96,7 +98,7 @@ def _to_folder(args: argparse.Namespace) -> int:
         if args.experts or args.engram or args.quantize:
             raise UsageError("--verify compares what is there: leave --experts, --engram and -q out")
         with _bar("Comparing") as progress:
-            faults = verify_folder(args.mlx_path, source, progress=progress)
+            faults = verify_folder(args.mlx_path, source, draft_model=args.draft_model, progress=progress)
         for fault in faults:
             print(fault)
         print(f"{len(faults)} faults" if faults else f"{args.mlx_path} holds what {source} holds")
@@ -104,7 +106,7 @@ def _to_folder(args: argparse.Namespace) -> int:
     quantize = block_format(args.q_mode or "affine", args.q_bits, args.q_group_size) if args.quantize else None
     options = Options(args.experts or "stacked", args.engram or "reference", quantize=quantize)
     if args.quantize or args.dry_run:
-        planned = plan_folder(source, options)
+        planned = plan_folder(source, options, args.draft_model)
         lines = folder_lines(planned, Path(args.mlx_path)) if args.dry_run else ()
         for line in (*(table(planned.stored, planned.items) if quantize else ()), *lines):
             print(line)
@@ -112,7 +114,8 @@ def _to_folder(args: argparse.Namespace) -> int:
         return 0
     with _bar("Converting") as progress:
         convert_to_folder(
-            source, args.mlx_path, options, resume=args.resume, overwrite=args.overwrite, progress=progress
+            source, args.mlx_path, options, draft_model=args.draft_model, resume=args.resume, overwrite=args.overwrite,
+            progress=progress,
         )  # fmt: skip
     print(f"wrote {args.mlx_path}")
     return 0
@@ -121,20 +124,24 @@ def _to_folder(args: argparse.Namespace) -> int:
 def folder_lines(planned: FolderPlan, folder: Path) -> Iterator[str]:
     """The plan as text: parts with bytes and formats, the files, the tables, the room on the disk."""
     source, options = planned.source, planned.options
-    parts: dict[str, tuple[int, Counter[str]]] = {}
-    for item in (*planned.items, *planned.drafter):
-        size, formats = parts.get(item.weight.group, (0, Counter()))
-        formats[item.format] += 1
-        parts[item.weight.group] = (size + sum(array.nbytes for array in item.arrays.values()), formats)
+    parts: dict[str, list[Item]] = {}
+    for item in planned.items:
+        parts.setdefault(item.weight.group, []).append(item)
     yield f"{source.path} ({source.kind}, {source.config.num_hidden_layers} layers)"
-    for group, (size, formats) in parts.items():
-        yield _row(group, size, ", ".join(f"{count} {name}" for name, count in formats.items()))
-    drafter, _ = parts.get("drafter", (0, None))
-    yield _row("weights", sum(size for size, _ in parts.values()) - drafter, f"experts {options.experts}")
+    for group, items in parts.items():
+        yield _row(group, item_bytes(items), _formats(items))
+    yield _row("weights", item_bytes(planned.items), f"experts {options.experts}")
+    if planned.drafter_source:
+        origin = "" if planned.drafter_source.path == source.path else f"; {planned.drafter_source.path}"
+        yield _row("drafter", item_bytes(planned.drafter), _formats(planned.drafter) + origin)
     tables = sum(source.nbytes(weight) for weight in table_weights(source))
     yield _row("Engram tables", tables, f"{len(table_weights(source))} tables, {options.engram}")
     yield _row("to write", planned.nbytes, f"{len(planned.files)} files")
     yield _row("free", free_space(folder), "")
+
+
+def _formats(items: Iterable[Item]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(item.format for item in items).items())
 
 
 def _row(name: str, size: int, rest: str) -> str:
@@ -147,9 +154,10 @@ def _row(name: str, size: int, rest: str) -> str:
 def _to_gguf(args: argparse.Namespace) -> int:
     if not args.hf_path or not args.recipe:
         raise UsageError("--to gguf needs --hf-path, a folder of the official release, and --recipe")
-    if args.resume or args.verify or args.experts or args.engram or args.quantize:
+    if args.resume or args.verify or args.experts or args.engram or args.quantize or args.draft_model:
         raise UsageError(
-            "--to gguf writes one file in one go by its recipe: leave --resume, --verify, --experts, --engram, -q"
+            "--to gguf writes one file in one go by its recipe: leave --resume, --verify, --experts, --engram, "
+            "--draft-model, -q"
         )
     path = Path(args.mlx_path)
     if args.dry_run:

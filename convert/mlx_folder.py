@@ -11,25 +11,26 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_ds4.checkpoint import CheckpointError
+from mlx_ds4.checkpoint import CheckpointError, model_weights, other_part
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.drafter_files import DrafterSource, drafter_settings, open_drafter
 from mlx_ds4.formats.atomic_file import atomic_file
 from mlx_ds4.formats.engram_spans import SpanRows, spans_to_json
 from mlx_ds4.formats.folder_layout import ENGRAM, JOURNAL, MANIFEST, SECTION, VERSION
 from mlx_ds4.formats.safetensors import write_safetensors
 from mlx_ds4.model.engram import EngramHash
-from mlx_ds4.sources import TEXT_FILES, ConvertibleSource, open_source, read_config_json
+from mlx_ds4.sources import TEXT_FILES, ConvertibleSource, PieceSource, open_source, read_config_json
 from mlx_ds4.tokenizer import Tokenizer
 
 from .engram_files import STORAGES, clone_files, files_to_clone, table_files, table_spans, table_weights
-from .mlx_plan import SHARD_BYTES, Item, OutFile, plan_digest, plan_drafter, plan_files, plan_items
+from .mlx_plan import SHARD_BYTES, Item, OutFile, item_bytes, plan_digest, plan_files, plan_items
 from .mlx_writer import file_checksums, write_file
 from .official_config import official_config
 from .requantize import MODES, requantize
@@ -61,9 +62,10 @@ class Options:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """An opened source, what it holds (`stored`), and the items and files that it becomes."""
+    """An opened source, what it holds (`stored`), and the items and files that it becomes; the same of its drafter."""
 
     source: ConvertibleSource
+    drafter_source: DrafterSource | None
     options: Options
     stored: list[Item]
     items: list[Item]
@@ -75,17 +77,32 @@ class FolderPlan:
         return sum(file.size for file in self.files)
 
 
-def plan_folder(path: str | os.PathLike, options: Options) -> FolderPlan:
-    """Opens and checks a source and plans its folder; errors as `open_source`."""
+def plan_folder(path: str | os.PathLike, options: Options, draft_model: str | os.PathLike | None = None) -> FolderPlan:
+    """Opens and checks a source and its drafter and plans their folder; errors as `open_source` and `open_drafter`.
+
+    The drafter is the one in `draft_model`, else that of an official folder.
+    """
     source = open_source(path)
     if source.kind == "mlx":
         raise ValueError(f"{path}: is a converted folder already: name the GGUF file or the official folder")
-    stored, drafter = plan_items(source), plan_drafter(source)
+    if (
+        draft_model is None
+        and source.kind == "official"
+        and any(other_part(name) == "drafter" for name in source.folder.tensors)
+    ):
+        draft_model = path
+    drafts = None if draft_model is None else open_drafter(draft_model, source.config)
+    if drafts is not None and drafts.kind == "mlx":
+        raise ValueError(
+            f"{draft_model}: is a converted folder: name the DSpark GGUF or the official folder it is from"
+        )
+    stored = plan_items(source, model_weights(source.config))
+    drafter = plan_items(drafts, drafts.weights) if drafts else []
     items = requantize(stored, options.quantize, path) if options.quantize else stored
     files = plan_files(items, drafter, packed=options.experts == "packed", shard_bytes=options.shard_bytes)
     if options.engram == "copy":
         files += table_files(source)
-    return FolderPlan(source, options, stored, items, drafter, files)
+    return FolderPlan(source, drafts, options, stored, items, drafter, files)
 
 
 def convert_to_folder(
@@ -93,25 +110,30 @@ def convert_to_folder(
     folder: str | os.PathLike,
     options: Options | None = None,
     *,
+    draft_model: str | os.PathLike | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Converts a GGUF file or an official folder; `load(folder)` then gives the same logits, bit for bit.
 
+    `draft_model`, a DSpark GGUF or an official folder, gives the folder its drafter; without it that of an official
+    source comes along. `load_drafter(model, folder)` gives the same drafts and confidences.
+
     Memory holds up to four pieces of 16 MiB (or one expert) and small tensors. Every file takes its name when it is
     complete and on the disk, and `config.json` comes last. `resume` goes on with a conversion that was cut short
     (and begins one where there is none), `overwrite` starts again; without either a folder that is not empty is
     refused. `progress(done, total, name)` is called with bytes to write.
 
-    Raises ValueError for sources as `open_source` does, for too little free space, a folder that is in use or holds
-    other things, and a source that changed since the conversion began. A complete file is never removed by an error.
+    Raises ValueError for sources as `open_source` and `open_drafter` do, for too little free space, a folder that is
+    in use or holds other things, and a source that changed since the conversion began. A complete file is never
+    removed by an error.
     """
-    plan = plan_folder(path, options or Options())
+    plan = plan_folder(path, options or Options(), draft_model)
     folder, source = Path(folder), plan.source
     tokenizer = source.tokenizer()
     engram = source.engram(tokenizer)
-    marks = mark_files(source)
+    marks = _marks(plan)
     job = {
         "format_version": VERSION,
         "plan": plan_digest(plan.files),
@@ -145,6 +167,20 @@ def convert_to_folder(
         check_unchanged(marks)
         _write_json(folder / JOURNAL, {**job, "done": done})
     _finish(folder, plan, job, done, marks, tokenizer, engram)
+
+
+def _marks(plan: FolderPlan) -> list[SourceFile]:
+    """The files of source and drafter; those of an official folder with both only once."""
+    sources = filter(None, (plan.source, plan.drafter_source))
+    return list(dict.fromkeys(mark for source in sources for mark in mark_files(source)))
+
+
+def _origin(source: PieceSource, marks: Sequence[SourceFile]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Kind and fingerprint of a source, and its files, from the marks of all."""
+    paths = {path.absolute() for path in source.files()}
+    own = [mark for mark in marks if mark.path in paths]
+    files = [{"name": mark.path.name, "size": mark.size, "header_sha256": mark.header_sha256} for mark in own]
+    return {"kind": source.kind, "fingerprint": fingerprint(own)}, files
 
 
 def _prepare(
@@ -253,13 +289,22 @@ def _finish(
             rows = SpanRows(weight.name, folder, spans, weight.shape[0], None)
             tables.append({"weight": weight.name, "spans": spans_to_json(spans), "sample_sha256": rows.sample()})
     shards = {name: file.name for file in plan.files if file.header for name in file.slots}
-    total = sum(array.nbytes for item in (*plan.items, *plan.drafter) for array in item.arrays.values())
+    total = item_bytes((*plan.items, *plan.drafter))
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": shards})
-    origin = {"kind": source.kind, "fingerprint": fingerprint(marks)}
+    origin, files = _origin(source, marks)
     checksums = {name: {"file": file, "sha256": sums[name]} for file, sums in done.items() for name in sums}
-    files = [{"name": m.path.name, "size": m.size, "header_sha256": m.header_sha256} for m in marks]
     manifest = {key: job[key] for key in ("format_version", "options", "plan")}
-    _write_json(folder / MANIFEST, {**manifest, "source": {**origin, "files": files}, "tensors": checksums})
+    manifest["source"] = {**origin, "files": files}
+    drafter = None
+    if plan.drafter_source:
+        origin_of_drafter, files = _origin(plan.drafter_source, marks)
+        manifest["drafter"] = {**origin_of_drafter, "files": files}
+        drafter = {
+            "source": origin_of_drafter,
+            "settings": drafter_settings(plan.drafter_source.config),
+            "formats": {item.weight.name: item.format for item in plan.drafter},
+        }
+    _write_json(folder / MANIFEST, {**manifest, "tensors": checksums})
     section = {
         "format_version": VERSION,
         "source": origin,
@@ -267,6 +312,7 @@ def _finish(
         "experts": options.experts,
         "engram": None if tables is None else {"storage": options.engram, "tables": tables},
         "formats": {item.weight.name: item.format for item in plan.items},
+        "drafter": drafter,
     }
     _write_json(folder / "config.json", {**_config(source), SECTION: section})
     (folder / JOURNAL).unlink()

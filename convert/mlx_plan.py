@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlx_ds4.checkpoint import TILE, Weight, model_weights, other_part
+from mlx_ds4.checkpoint import TILE, Weight
 from mlx_ds4.converted import packed_layer
 from mlx_ds4.formats.folder_layout import Stored, experts_file, stored_arrays
-from mlx_ds4.formats.safetensors import SafetensorsFolder, SafetensorsInfo
-from mlx_ds4.sources import ConvertibleSource
+from mlx_ds4.sources import PieceSource
 
 SHARD_BYTES = 5_000_000_000
-_PIECE = 16 << 20
 Pieces = Callable[[], Iterator[dict[str, np.ndarray]]]
 
 
@@ -60,10 +58,10 @@ class OutFile:
     slots: dict[str, Slot] = field(default_factory=dict)
 
 
-def plan_items(source: ConvertibleSource) -> list[Item]:
+def plan_items(source: PieceSource, weights: Iterable[Weight]) -> list[Item]:
     """Every weight but the Engram tables in its source's own format."""
     items = []
-    for weight in model_weights(source.config):
+    for weight in weights:
         if weight.storage != "ROWS":
             format = source.format_of(weight)
             items.append(
@@ -72,29 +70,15 @@ def plan_items(source: ConvertibleSource) -> list[Item]:
     return items
 
 
-def plan_drafter(source: ConvertibleSource) -> list[Item]:
-    """The drafter's tensors of an official folder, kept as they are: `load_drafter` reads them from either folder."""
-    if source.kind != "official":
-        return []
-    items = []
-    for info in source.folder.tensors.values():
-        if other_part(info.name) == "drafter":
-            weight = Weight(info.name, info.name, info.shape, info.dtype, "drafter")
-            stored = {"": Stored(info.name, info.dtype, info.shape)}
-            items.append(Item(weight, info.dtype, stored, _raw_pieces(source.folder, info)))
-    return items
-
-
-def _raw_pieces(folder: SafetensorsFolder, info: SafetensorsInfo) -> Pieces:
-    starts = range(0, info.nbytes, _PIECE)
-    return lambda: ({"": folder.read(info.name, start, min(start + _PIECE, info.nbytes))} for start in starts)
+def item_bytes(items: Iterable[Item]) -> int:
+    return sum(array.nbytes for item in items for array in item.arrays.values())
 
 
 def plan_files(items: Sequence[Item], drafter: Sequence[Item] = (), *, packed: bool, shard_bytes: int) -> list[OutFile]:
     """Shards of up to `shard_bytes` of arrays in the order of the weights, then one file of packed experts a layer.
 
     A weight larger than `shard_bytes` gets a shard of its own. The arrays of a weight are neighbours. The drafter has
-    its own shards: MLX opens none that holds the release's FP8 types.
+    its own shards, which loading the model alone never opens.
     """
     apart = {item.weight.name for item in items if packed and ".experts." in item.weight.name}
     shards = _fill([item for item in items if item.weight.name not in apart], shard_bytes) + _fill(drafter, shard_bytes)
@@ -108,7 +92,7 @@ def _fill(items: Sequence[Item], shard_bytes: int) -> list[list[Item]]:
     shards: list[list[Item]] = []
     room = 0
     for item in items:
-        size = sum(array.nbytes for array in item.arrays.values())
+        size = item_bytes([item])
         if size > room or not shards:
             shards.append([])
             room = shard_bytes
@@ -147,7 +131,7 @@ def _packed_files(items: list[Item]) -> list[OutFile]:
     return files
 
 
-def plan_table(source: ConvertibleSource, weight: Weight, name: str) -> OutFile:
+def plan_table(source: PieceSource, weight: Weight, name: str) -> OutFile:
     """The file of a copied Engram table: its records, one behind the other."""
     rows, columns = weight.shape
     array = Stored(weight.name, "U8", (rows, columns + columns // TILE))
@@ -155,7 +139,7 @@ def plan_table(source: ConvertibleSource, weight: Weight, name: str) -> OutFile:
     return OutFile(name, array.nbytes, b"", [item], {array.name: Slot(0, array.nbytes, 0)})
 
 
-def _pieces(source: ConvertibleSource, weight: Weight) -> Pieces:
+def _pieces(source: PieceSource, weight: Weight) -> Pieces:
     return lambda: source.pieces(weight)
 
 

@@ -12,6 +12,14 @@ _ROPE = {
     "rope_beta_slow": "beta_slow",
     "rope_original_length": "original_max_position_embeddings",
 }
+RELEASED_ROPE = {
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_factor": 16.0,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_original_length": 65536,
+}
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _VISION = {
     "model_type": "deepseek_v41_vision",
@@ -94,12 +102,7 @@ def released_config() -> dict[str, Any]:
         candidate_source_layer_id=20,
         candidate_topk_blocks=2048,
         candidate_block_size=8,
-        rope_theta=10000.0,
-        compress_rope_theta=160000.0,
-        rope_factor=16.0,
-        rope_beta_fast=32.0,
-        rope_beta_slow=1.0,
-        rope_original_length=65536,
+        **RELEASED_ROPE,
         engram_layer_ids=(1, 14),
         engram_num_embeddings=(384006168, 384016682),
         engram_vocab_size=16_000_000,

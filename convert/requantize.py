@@ -17,7 +17,7 @@ from mlx_ds4.formats.host_planes import split_rows
 from mlx_ds4.formats.quant_blocks import TYPE_INFO, dequantize
 from mlx_ds4.formats.quant_encode import encode, encode_fp8_tiles
 
-from .mlx_plan import Item
+from .mlx_plan import Item, item_bytes
 
 # (mode, bits, group size) -> block format
 MODES = {
@@ -97,6 +97,6 @@ def table(before: Sequence[Item], after: Sequence[Item]) -> Iterator[str]:
     """What each weight became: its name, old and new format, bytes."""
     width = max(len(item.weight.name) for item in before)
     for old, new in zip(before, after, strict=True):
-        sizes = [sum(array.nbytes for array in item.arrays.values()) for item in (old, new)]
+        sizes = [item_bytes([item]) for item in (old, new)]
         change = new.format if new.format != old.format else "kept"
         yield f"{old.weight.name:<{width}}  {old.format:<5}{sizes[0]:>16,}  {change:<7}{sizes[1]:>16,}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_ds4.converted import ConvertedSource
-from mlx_ds4.sources import ConvertibleSource, open_source
+from mlx_ds4.sources import PieceSource, open_source
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SourceFile:
     header_sha256: str
 
 
-def mark_files(source: ConvertibleSource) -> list[SourceFile]:
+def mark_files(source: PieceSource) -> list[SourceFile]:
     """Size, time and header of every file of a source; OSError when one cannot be read."""
     marks = []
     for path, header_bytes in source.files().items():

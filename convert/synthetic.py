@@ -39,7 +39,7 @@ from mlx_ds4.tokenizer import Tokenizer
 
 from .gguf_metadata import metadata_records
 from .gguf_writer import GGUFTensor, write_gguf
-from .official_config import official_config, released_config
+from .official_config import RELEASED_ROPE, official_config, released_config
 from .official_writer import StoredTensor, write_official
 from .recipe import RECIPES
 from .synthetic_tokenizer import synthetic_tokenizer
@@ -74,12 +74,7 @@ def tiny_config() -> ModelConfig:
         candidate_source_layer_id=4,
         candidate_topk_blocks=4,
         candidate_block_size=2,
-        rope_theta=10000.0,
-        compress_rope_theta=160000.0,
-        rope_factor=16.0,
-        rope_beta_fast=32.0,
-        rope_beta_slow=1.0,
-        rope_original_length=65536,
+        **RELEASED_ROPE,
         engram_layer_ids=(1, 2),
         engram_vocab_size=97,
         engram_n_heads=2,

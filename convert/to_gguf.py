@@ -7,11 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_ds4.checkpoint import TILE, Weight, gguf_shape, model_weights, official_names, scale_name, scale_shape
-from mlx_ds4.formats.planes import from_planes
+from mlx_ds4.formats.host_planes import join_rows
 from mlx_ds4.formats.quant_blocks import TYPE_INFO, dequantize
 from mlx_ds4.formats.quant_encode import decode_fp4_rows, decode_fp8_tiles, encode
 from mlx_ds4.formats.safetensors import SafetensorsFolder
@@ -84,7 +83,7 @@ def _pieces(
             yield from _table_rows(folder, weight)
         elif weight.storage == "FP4" and kind == "MXFP4":
             for codes, scales in _packed_experts(folder, weight):
-                yield np.array(from_planes("MXFP4", {"codes": mx.array(codes), "scales": mx.array(scales)}))
+                yield join_rows("MXFP4", {"codes": codes, "scales": scales})
         else:
             for number, values in enumerate(_values(folder, weight)):
                 row = None if importance is None else importance[number if weight.storage == "FP4" else 0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_ds4.converted import ConvertedSource
+from mlx_ds4.drafter_files import drafter_settings, open_drafter
 from mlx_ds4.formats.folder_layout import ENGRAM, MANIFEST
 from mlx_ds4.sources import open_source
 
@@ -23,22 +24,29 @@ _MAX_MANIFEST = 64 << 20
 
 
 def verify_folder(
-    folder: str | os.PathLike, path: str | os.PathLike, *, progress: Callable[[int, int, str], None] | None = None
+    folder: str | os.PathLike,
+    path: str | os.PathLike,
+    *,
+    draft_model: str | os.PathLike | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> list[str]:
     """What is wrong with a converted folder, one line a fault; an empty list when it holds what its source holds.
 
-    Every array is read and hashed on both sides and compared with the manifest. Raises ValueError when the folder is
-    no finished conversion, was made from another kind of source, or the source cannot be opened.
+    Every array is read and hashed on both sides and compared with the manifest; `draft_model` is the one that the
+    conversion was given. Raises ValueError when the folder is no finished conversion, was made from another kind of
+    source or drafter, or one of them cannot be opened.
     """
     folder = Path(folder)
     opened = open_source(folder)
     if not isinstance(opened, ConvertedSource):
         raise ValueError(f"{folder}: is no converted folder: name the one that --mlx-path named")
     options, digest, noted = _read_manifest(folder / MANIFEST)
-    plan = plan_folder(path, options)
+    plan = plan_folder(path, options, draft_model)
+    sources = f"{path}" if draft_model is None else f"{path} and {draft_model}"
     if (opened.config, digest) != (plan.source.config, plan_digest(plan.files)):
         raise ValueError(
-            f"{folder}: was not made from {path}, or by another version: name its source, or convert again"
+            f"{folder}: was not made from {sources}, or by another version: name its source (and its --draft-model), "
+            "or convert again"
         )
     faults = _small_faults(opened, plan)
     total, read = 2 * plan.nbytes, 0
@@ -100,6 +108,16 @@ def _small_faults(opened: ConvertedSource, plan: FolderPlan) -> list[str]:
     if not same:
         faults.append(f"{ENGRAM}: the constants are others than the source's")
     wanted = table_spans(plan.source, plan.options.engram, opened.path)
+    if plan.drafter_source:
+        settings = [
+            drafter_settings(drafter.config)
+            for drafter in (open_drafter(opened.path, opened.config), plan.drafter_source)
+        ]
+        faults += [
+            f"the drafter: its {name} is {settings[0][name]}, the source's is {value}"
+            for name, value in settings[1].items()
+            if settings[0][name] != value
+        ]
     for (weight, spans, _), want in zip(opened.tables(), wanted, strict=True):
         if [(s.offset, s.width, s.size, s.header_sha256) for s in spans] != [
             (s.offset, s.width, s.size, s.header_sha256) for s in want

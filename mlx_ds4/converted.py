@@ -56,70 +56,67 @@ def packed_layer(weights: list[Weight], formats: dict[str, str], layer: int) -> 
     return [found[name] for name in names], expert_record(arrays)
 
 
-class ConvertedSource:
-    """A folder written by the converter; see `docs/convert.md`."""
+def folder_tokenizer(path: Path, config: ModelConfig, remedy: str) -> Tokenizer:
+    """The tokenizer of a folder; ConfigError, with the remedy, when it has ids that the model has no row for."""
+    tokenizer = Tokenizer.from_folder(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: {remedy}"
+        )
+    return tokenizer
+
+
+def need(ok: bool, folder: Path, text: str) -> None:
+    """ConfigError about the converter's section of a folder's config.json unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{folder}/config.json: its {SECTION} section {text}: convert the source again")
+
+
+def section_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The converter's section of a folder's config.json; ConfigError for another version or a section without all."""
+    section = raw[SECTION]
+    need(isinstance(section, dict), folder, "is no object")
+    version = section.get("format_version")
+    need(version == VERSION, folder, f"has format version {version!r:.40}, this program reads {VERSION}")
+    keys = {"formats", "activation_rounding", "experts", "engram", "drafter"}
+    need(keys <= section.keys(), folder, f"lacks one of {', '.join(sorted(keys))}")
+    return section
+
+
+class ConvertedArrays:
+    """Weights that lie in a converted folder in the formats that its config.json names."""
 
     kind = "mlx"
 
-    def __init__(self, path: Path, raw: dict[str, Any]):
+    def __init__(self, path: Path, weights: list[Weight], formats: Any):
+        """ConfigError for formats of other weights, or that cannot hold them; nothing is opened yet."""
+        names = {weight.name for weight in weights}
+        need(isinstance(formats, dict) and formats.keys() == names, path, "lists formats of other tensors")
+        need(all(isinstance(value, str) for value in formats.values()), path, "lists formats that are no text")
         self.path = path
-        self.config = ModelConfig.from_dict({key: value for key, value in raw.items() if key != SECTION})
-        self._weights = model_weights(self.config)
-        section = raw[SECTION]
-        self._check(section)
-        self.formats: dict[str, str] = section["formats"]
-        self.activation_rounding: bool | None = section["activation_rounding"]
-        self._engram: dict[str, Any] | None = section["engram"]
-        self.types = Counter(self.formats.values())
+        self.formats: dict[str, str] = formats
         self.arrays: dict[str, dict[str, Stored]] = {}
-        for weight in self._weights:
-            if weight.storage != "ROWS":
-                try:
-                    self.arrays[weight.name] = stored_arrays(weight.name, self.formats[weight.name], weight.shape)
-                except ValueError as error:
-                    raise ConfigError(f"{path}/config.json: {error}: convert again") from None
+        for weight in weights:
+            try:
+                self.arrays[weight.name] = stored_arrays(weight.name, formats[weight.name], weight.shape)
+            except ValueError as error:
+                raise ConfigError(f"{path}/config.json: {error}: convert again") from None
         self.packed: dict[str, PackedExperts] = {}
-        if section["experts"] == "packed":
-            for layer in range(self.config.num_hidden_layers):
-                weights, record = packed_layer(self._weights, self.formats, layer)
-                file = PackedExperts(path / experts_file(layer), record, self.config.n_routed_experts)
-                self.packed.update(dict.fromkeys((weight.name for weight in weights), file))
-        self.folder = SafetensorsFolder(path)
+
+    def open_shards(self, *, allow_extra: bool) -> None:
+        """Opens the shards; CheckpointError unless they hold every weight that is not packed."""
+        self.folder = SafetensorsFolder(self.path)
         expected = {
             array.name: Expected(array.shape, (array.dtype,))
             for name, arrays in self.arrays.items()
             if name not in self.packed
             for array in arrays.values()
         }
-        checkpoint.compare(expected, self.folder.tensors, where=str(path))
+        checkpoint.compare(expected, self.folder.tensors, where=str(self.path), allow_extra=allow_extra)
         self._lazy: dict[Path, dict[str, mx.array]] = {}
-
-    def _check(self, section: Any) -> None:
-        def need(ok: bool, text: str) -> None:
-            if not ok:
-                raise ConfigError(f"{self.path}/config.json: its {SECTION} section {text}: convert the source again")
-
-        need(isinstance(section, dict), "is no object")
-        version = section.get("format_version")
-        need(version == VERSION, f"has format version {version!r:.40}, this program reads {VERSION}")
-        keys = {"formats", "activation_rounding", "experts", "engram"}
-        need(keys <= section.keys(), f"lacks one of {', '.join(sorted(keys))}")
-        need(section["experts"] in ("stacked", "packed"), f"names the layout {section['experts']!r:.40} of experts")
-        rounding = section["activation_rounding"]
-        need(rounding is None or type(rounding) is bool, f"has the activation rounding {rounding!r:.40}")
-        names = [weight.name for weight in self._weights if weight.storage != "ROWS"]
-        formats = section["formats"]
-        need(isinstance(formats, dict) and formats.keys() == set(names), "lists formats of other tensors")
-        need(all(isinstance(value, str) for value in formats.values()), "lists formats that are no text")
-        need(
-            bool(self.config.engram_layer_ids) == isinstance(section["engram"], dict), "does not fit the Engram layers"
-        )
 
     def nbytes(self, weight: Weight) -> int:
         """Payload bytes of a weight."""
-        if weight.storage == "ROWS":
-            rows, columns = weight.shape
-            return rows * (columns + columns // checkpoint.TILE)
         return sum(array.nbytes for array in self.arrays[weight.name].values())
 
     def read(self, weight: Weight) -> mx.array | BlockWeight:
@@ -136,15 +133,42 @@ class ConvertedSource:
             self._lazy[file] = mx.load(str(file))
         return self._lazy[file][array.name]
 
+
+class ConvertedSource(ConvertedArrays):
+    """The model of a folder written by the converter; see `docs/convert.md`."""
+
+    def __init__(self, path: Path, raw: dict[str, Any]):
+        self.config = ModelConfig.from_dict({key: value for key, value in raw.items() if key != SECTION})
+        self._weights = model_weights(self.config)
+        section = section_of(path, raw)
+        need(
+            section["experts"] in ("stacked", "packed"), path, f"names the layout {section['experts']!r:.40} of experts"
+        )
+        rounding = section["activation_rounding"]
+        need(rounding is None or type(rounding) is bool, path, f"has the activation rounding {rounding!r:.40}")
+        tables = isinstance(section["engram"], dict)
+        need(bool(self.config.engram_layer_ids) == tables, path, "does not fit the Engram layers")
+        super().__init__(path, [w for w in self._weights if w.storage != "ROWS"], section["formats"])
+        self.activation_rounding: bool | None = section["activation_rounding"]
+        self._engram: dict[str, Any] | None = section["engram"]
+        self.types = Counter(self.formats.values())
+        if section["experts"] == "packed":
+            for layer in range(self.config.num_hidden_layers):
+                weights, record = packed_layer(self._weights, self.formats, layer)
+                file = PackedExperts(path / experts_file(layer), record, self.config.n_routed_experts)
+                self.packed.update(dict.fromkeys((weight.name for weight in weights), file))
+        self.open_shards(allow_extra=False)
+
+    def nbytes(self, weight: Weight) -> int:
+        """Payload bytes of a weight."""
+        if weight.storage == "ROWS":
+            rows, columns = weight.shape
+            return rows * (columns + columns // checkpoint.TILE)
+        return super().nbytes(weight)
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the folder; ConfigError when it has ids that the model has no row for."""
-        tokenizer = Tokenizer.from_folder(self.path)
-        if tokenizer.vocab_size > self.config.vocab_size:
-            raise ConfigError(
-                f"{self.path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {self.config.vocab_size}: "
-                "convert the source again"
-            )
-        return tokenizer
+        return folder_tokenizer(self.path, self.config, "convert the source again")
 
     def engram(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[EngramHash], list[EngramRows]]:
         """Token map and hashes as the source had them, and the table readers.

@@ -1,4 +1,4 @@
-"""Drafters on disk: the `mtp.` tensors of the official folder, or a DSpark GGUF in any of its dialects."""
+"""Drafters on disk: the `mtp.` tensors of an official or a converted folder, or a DSpark GGUF of any dialect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -14,14 +14,17 @@ from mlx.utils import tree_flatten
 from mlx_ds4 import checkpoint
 from mlx_ds4.checkpoint import CheckpointError, Weight
 from mlx_ds4.config import ConfigError, ModelConfig
+from mlx_ds4.converted import ConvertedArrays, need, refuse_unfinished, section_of
+from mlx_ds4.formats.folder_layout import SECTION
 from mlx_ds4.formats.gguf import GGUFFile
 from mlx_ds4.formats.metadata_reader import MetadataReader
 from mlx_ds4.formats.safetensors import SafetensorsFolder
 from mlx_ds4.formats.sidecar import check_drafter, drafter_value, is_drafter
 from mlx_ds4.loader import NotEnoughMemoryError, Progress, bind, machine_memory
 from mlx_ds4.model.dspark import Drafter, stage_config
+from mlx_ds4.model.linear import BlockWeight
 from mlx_ds4.model.model import Model
-from mlx_ds4.sources import GGUFSource, OfficialSource, read_config
+from mlx_ds4.sources import GGUFSource, OfficialSource, read_config_json
 
 # Setting of the config -> its names in a GGUF, behind any of the dialects' prefixes.
 _SETTINGS = {
@@ -45,24 +48,53 @@ _LLAMA_CPP = {
 }
 
 
-class _FolderDrafter(OfficialSource):
+class DrafterSource(Protocol):
+    """What loading needs of a drafter's file: its weights, and the model's config with the drafter's settings."""
+
+    path: Path
+    kind: str
+    config: ModelConfig
+    weights: list[Weight]
+
+    def nbytes(self, weight: Weight) -> int: ...
+
+    def read(self, weight: Weight) -> mx.array | BlockWeight: ...
+
+
+class ReleasedDrafter(OfficialSource):
     """The drafter of a release's folder."""
 
-    def __init__(self, path: Path, target: ModelConfig):
+    def __init__(self, path: Path, target: ModelConfig, raw: dict[str, Any]):
         self.path, self.folder = path, SafetensorsFolder(path)
-        own = read_config(path)
-        self.config = _merged(target, {name: getattr(own, name) for name in _SETTINGS}, str(path))
+        own = ModelConfig.from_dict(raw)
+        self.config = _merged(target, drafter_settings(own), str(path))
         if any(name.startswith("mtp.") and "hc_head" in name for name in self.folder.tensors):
             raise CheckpointError(f"{path}: this is the drafter of DeepSeek V4, expected one of V4.1: use its release")
         if not any(name.startswith("mtp.") for name in self.folder.tensors):
-            raise CheckpointError(f"{path}: holds no drafter (no mtp. tensors): name a DSpark GGUF file")
+            raise _none(path)
         self.weights = _weights(self.config)
         checkpoint.compare(
             checkpoint.official_parts(self.weights), self.folder.tensors, where=str(path), allow_extra=True
         )
 
 
-class _GGUFDrafter(GGUFSource):
+class ConvertedDrafter(ConvertedArrays):
+    """The drafter of a converted folder, in the planes of its source."""
+
+    def __init__(self, path: Path, target: ModelConfig, raw: dict[str, Any]):
+        drafter = section_of(path, raw)["drafter"]
+        if drafter is None:
+            raise _none(path)
+        good = isinstance(drafter, dict) and {"settings", "formats"} <= drafter.keys()
+        good = good and isinstance(drafter["settings"], dict) and drafter["settings"].keys() == _SETTINGS.keys()
+        need(good, path, "does not describe its drafter")
+        self.config = _merged(target, drafter["settings"], str(path))
+        self.weights = _weights(self.config)
+        super().__init__(path, self.weights, drafter["formats"])
+        self.open_shards(allow_extra=True)
+
+
+class GGUFDrafter(GGUFSource):
     """A DSpark GGUF."""
 
     def __init__(self, path: Path, target: ModelConfig):
@@ -86,6 +118,22 @@ class _GGUFDrafter(GGUFSource):
         return dataclasses.replace(weight, gguf=f"{name}.weight" if name else f"blk.{stage}.{rest}")
 
 
+def open_drafter(path: str | os.PathLike, target: ModelConfig) -> DrafterSource:
+    """Opens the drafter in a folder or a DSpark GGUF and checks that it fits the model `target`; see `load_drafter`."""
+    path = Path(path)
+    if not path.is_dir():
+        return GGUFDrafter(path, target)
+    refuse_unfinished(path)
+    raw = read_config_json(path)
+    return (ConvertedDrafter if SECTION in raw else ReleasedDrafter)(path, target, raw)
+
+
+def drafter_settings(config: ModelConfig) -> dict[str, Any]:
+    """What a config says of the drafter alone, as plain values."""
+    values = config.to_dict()
+    return {name: values[name] for name in _SETTINGS}
+
+
 def load_drafter(
     model: Model,
     path: str | os.PathLike,
@@ -93,7 +141,7 @@ def load_drafter(
     progress: Progress | None = None,
     memory_limit: int | None = None,
 ) -> Drafter:
-    """Loads the drafter of `model` from an official folder or a DSpark GGUF, and makes the model give its taps.
+    """Loads the drafter of `model` from a folder or a DSpark GGUF, and makes the model give its taps.
 
     The same checks as in loading a model come first: every tensor in the right shape and type, and the drafter's
     settings those of this model; the names that a file adds are ignored. `progress` as in `load_model`;
@@ -102,8 +150,7 @@ def load_drafter(
     Raises FormatError for damaged files (scales that are NaN or infinite, by tensor name), ConfigError and
     CheckpointError for the drafter of another model, such as V4's, and NotEnoughMemoryError.
     """
-    path = Path(path)
-    source = (_FolderDrafter if path.is_dir() else _GGUFDrafter)(path, model.config)
+    source = open_drafter(path, model.config)
     total = sum(map(source.nbytes, source.weights))
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     limit = machine_memory() if memory_limit is None else memory_limit
@@ -124,7 +171,7 @@ def load_drafter(
 
 
 def find_drafter(path: str | os.PathLike) -> Path:
-    """The drafter that lies beside a model: in the same official folder, or the one DSpark GGUF in the folder.
+    """The drafter that lies beside a model: in the same folder, or the one DSpark GGUF in the folder.
 
     Of GGUF files only those with 'dspark' in their name are opened. Raises ValueError when there is none or several.
     """
@@ -143,6 +190,10 @@ def find_drafter(path: str | os.PathLike) -> Path:
         names = ", ".join(file.name for file in found) or "none"
         raise CheckpointError(f"{folder}: expected one drafter beside the model, found {names}: name its file")
     return found[0]
+
+
+def _none(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: holds no drafter (no mtp. tensors): name a DSpark GGUF file")
 
 
 def _weights(config: ModelConfig) -> list[Weight]:

@@ -22,7 +22,7 @@ import numpy as np
 from mlx_ds4 import checkpoint
 from mlx_ds4.checkpoint import CheckpointError, Weight
 from mlx_ds4.config import ConfigError, ModelConfig
-from mlx_ds4.converted import ConvertedSource, refuse_unfinished
+from mlx_ds4.converted import ConvertedSource, folder_tokenizer, refuse_unfinished
 from mlx_ds4.engram_map import engram_token_map
 from mlx_ds4.formats.deepseek41 import check_metadata
 from mlx_ds4.formats.engram_rows import EngramRows, GGUFEngramRows, OfficialEngramRows
@@ -61,14 +61,20 @@ class Source(Protocol):
     def engram(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[EngramHash], list[EngramRows]]: ...
 
 
-class ConvertibleSource(Source, Protocol):
-    """What the converter needs besides."""
+class PieceSource(Protocol):
+    """Weights in pieces, of a model or of a drafter, and the files that they come from."""
+
+    kind: str
 
     def format_of(self, weight: Weight) -> str: ...
 
     def pieces(self, weight: Weight) -> Iterator[dict[str, np.ndarray]]: ...
 
     def files(self) -> dict[Path, int]: ...
+
+
+class ConvertibleSource(Source, PieceSource, Protocol):
+    """What the converter needs of a model's source."""
 
     def table_spans(self, weight: Weight) -> list[Span]: ...
 
@@ -269,13 +275,7 @@ class OfficialSource:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the folder's own files; ConfigError when it has ids that the model has no row for."""
-        tokenizer = Tokenizer.from_folder(self.path)
-        if tokenizer.vocab_size > self.config.vocab_size:
-            raise ConfigError(
-                f"{self.path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {self.config.vocab_size}: "
-                "use the release's own tokenizer"
-            )
-        return tokenizer
+        return folder_tokenizer(self.path, self.config, "use the release's own tokenizer")
 
     def engram(self, tokenizer: Tokenizer) -> tuple[np.ndarray, list[EngramHash], list[EngramRows]]:
         """Token map and hashes derived from tokenizer and config, and the table readers.

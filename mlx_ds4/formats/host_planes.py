@@ -1,11 +1,14 @@
-"""Raw GGUF rows split into planes on the host, with NumPy: the way from a file to memory or to another file.
+"""Raw GGUF rows split into planes and joined again, bit for bit, with NumPy: the way between a file and memory.
 
-Bit for bit the planes of `planes.to_planes`, several times as fast as its MLX operations on a CPU.
+The planes are those of `planes.py`. MLX operations for the same took two to eight times as long on a CPU
+(`docs/log.md`).
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from mlx_ds4.formats.quant_blocks import TYPE_INFO
 
 # format -> plane -> (first byte of it in a block, behind the last, dtype)
 _SPLITS = {
@@ -16,7 +19,6 @@ _SPLITS = {
     "MXFP4": {"codes": (1, 17, "|u1"), "scales": (0, 1, "|u1")},
 }
 _IN_CACHE = 4096  # blocks rearranged at a time
-_BLOCK_BYTES = {"Q8_0": 34, "Q4_K": 144, "Q2_K": 84, "IQ2_XXS": 66, "MXFP4": 17}
 
 
 def split_rows(name: str, raw: np.ndarray) -> dict[str, np.ndarray]:
@@ -26,33 +28,46 @@ def split_rows(name: str, raw: np.ndarray) -> dict[str, np.ndarray]:
     """
     if name not in _SPLITS:
         raise ValueError(f"no planes for format {name!r}, expected one of {', '.join(_SPLITS)}")
-    size = _BLOCK_BYTES[name]
+    size = TYPE_INFO[name][2]
     if raw.dtype != np.uint8 or raw.ndim != 2 or raw.shape[1] % size:
         raise ValueError(f"{name} rows are {raw.dtype} {list(raw.shape)}, expected uint8 in blocks of {size}")
-    blocks = raw.reshape(-1, size)
+    blocks, count = raw.reshape(-1, size), raw.shape[1] // size
     out = {}
     for plane, (start, stop, dtype) in _SPLITS[name].items():
         part = np.ascontiguousarray(blocks[:, start:stop])
         if name == "MXFP4" and plane == "codes":
             part = _neighbours(part)
-        out[plane] = part.reshape(len(raw), -1).view(dtype)
+        out[plane] = part.reshape(len(raw), count * (stop - start)).view(dtype)
     return out
+
+
+def join_rows(name: str, planes: dict[str, np.ndarray]) -> np.ndarray:
+    """The raw rows uint8 [n, row bytes] of planes [n, width]: the inverse of `split_rows`.
+
+    Raises ValueError for an unknown format.
+    """
+    if name not in _SPLITS:
+        raise ValueError(f"no GGUF rows for format {name!r}, expected one of {', '.join(_SPLITS)}")
+    size = TYPE_INFO[name][2]
+    start, stop, _ = _SPLITS[name]["codes"]
+    rows, width = planes["codes"].shape
+    count = width * planes["codes"].itemsize // (stop - start)
+    blocks = np.empty((rows * count, size), np.uint8)
+    for plane, (start, stop, _) in _SPLITS[name].items():
+        part = np.ascontiguousarray(planes[plane]).view(np.uint8).reshape(len(blocks), stop - start)
+        if name == "MXFP4" and plane == "codes":
+            blocks[:, start:stop:2] = part[:, :8] & 0x0F | part[:, 8:] << 4
+            blocks[:, start + 1 : stop : 2] = part[:, :8] >> 4 | part[:, 8:] & 0xF0
+        else:
+            blocks[:, start:stop] = part
+    return blocks.reshape(rows, count * size)
 
 
 def _neighbours(codes: np.ndarray) -> np.ndarray:
     """Nibbles of 32 columns, [n, 16] with columns i and i + 16 in byte i, as pairs of columns 2i and 2i + 1."""
-    out = np.empty((len(codes), 4), "<u4")
+    out = np.empty_like(codes)
     for start in range(0, len(codes), _IN_CACHE):
-        words = codes[start : start + _IN_CACHE].view("<u8")  # [n, 2]
-        out[start : start + _IN_CACHE, :2] = _low_nibbles(words)
-        out[start : start + _IN_CACHE, 2:] = _low_nibbles(words >> 4)
-    return out.view(np.uint8)
-
-
-def _low_nibbles(words: np.ndarray) -> np.ndarray:
-    """The low nibbles of the 8 bytes of each uint64, one behind the other in 32 bits."""
-    words = words & 0x0F0F0F0F0F0F0F0F
-    for shift, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF)):
-        words |= words >> shift
-        words &= mask
-    return words.astype("<u4")
+        pairs, part = codes[start : start + _IN_CACHE].view("<u2"), out[start : start + _IN_CACHE]
+        part[:, :8] = (pairs & 0x0F) | (pairs >> 4 & 0xF0)
+        part[:, 8:] = (pairs >> 4 & 0x0F) | (pairs >> 8 & 0xF0)
+    return out

@@ -1,9 +1,9 @@
 """Block formats as planes: codes apart from scales, the same bits in another order.
 
 A GGUF row is a run of small records (34, 66, 84 or 144 bytes) that mix scales and codes; a kernel wants
-each kind contiguous and aligned. `to_planes` splits raw rows with MLX slices, `from_planes` puts them
-back bit for bit, `dequantize` computes float32 values in the order of ggml's formulas, so that they equal
-the `gguf` package's. Any leading axes (stacked experts) are kept.
+each kind contiguous and aligned (`host_planes.py` splits and joins them). `dequantize` computes float32
+values in the order of ggml's formulas, so that they equal the `gguf` package's. Any leading axes (stacked
+experts) are kept.
 
 | format | planes (in = input width) |
 | --- | --- |
@@ -25,69 +25,12 @@ import numpy as np
 
 Planes = dict[str, mx.array]
 
-# format -> (weights, bytes) of one block
-_BLOCKS = {"Q8_0": (32, 34), "Q4_K": (256, 144), "Q2_K": (256, 84), "IQ2_XXS": (256, 66), "MXFP4": (32, 17)}
-FORMATS = (*_BLOCKS, "FP8")
+FORMATS = ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8")
 # Formats whose weights are the trained ones: their linears round activations to FP8 as in training.
 TRAINED_FORMATS = ("MXFP4", "FP8")
 FP8_TILE = 32
 # Float weights as formats of one plane, so that products take any weight the same way.
 FLOATS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
-
-
-def to_planes(name: str, raw: mx.array) -> Planes:
-    """Splits raw GGUF rows, uint8 [.., row bytes], into the planes of format `name`.
-
-    Raises ValueError for an unknown format or a row that is not whole blocks.
-    """
-    if name not in _BLOCKS:
-        raise ValueError(f"no planes for format {name!r}, expected one of {', '.join(_BLOCKS)}")
-    size = _BLOCKS[name][1]
-    if raw.dtype != mx.uint8 or raw.shape[-1] % size:
-        raise ValueError(f"{name} rows of {raw.shape[-1]} {raw.dtype} are not whole blocks of {size} bytes")
-    blocks = raw.reshape(*raw.shape[:-1], -1, size)
-    if name == "Q8_0":
-        return {"codes": _take(blocks, 2, 34, mx.int8), "scales": _take(blocks, 0, 2, mx.float16)}
-    if name == "Q4_K":
-        return {
-            "codes": _take(blocks, 16, 144),
-            "scales": _take(blocks, 4, 16),
-            "supers": _take(blocks, 0, 4, mx.float16),
-        }
-    if name == "Q2_K":
-        return {
-            "codes": _take(blocks, 16, 80),
-            "scales": _take(blocks, 0, 16),
-            "supers": _take(blocks, 80, 84, mx.float16),
-        }
-    if name == "IQ2_XXS":
-        return {"codes": _take(blocks, 2, 66, mx.uint32), "scales": _take(blocks, 0, 2, mx.float16)}
-    low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4  # columns i and i + 16 of the block
-    columns = mx.concatenate([low, high], axis=-1)
-    return {"codes": _flat(columns[..., 0::2] | (columns[..., 1::2] << 4)), "scales": _take(blocks, 0, 1)}
-
-
-def from_planes(name: str, planes: Planes) -> mx.array:
-    """The raw GGUF rows of `planes`, uint8 [.., row bytes]: the inverse of `to_planes`."""
-    if name not in _BLOCKS:
-        raise ValueError(f"no GGUF rows for format {name!r}, expected one of {', '.join(_BLOCKS)}")
-    codes, scales = planes["codes"].view(mx.uint8), planes["scales"].view(mx.uint8)
-    count = columns_of(name, planes) // _BLOCKS[name][0]
-
-    def split(x: mx.array) -> mx.array:
-        return x.reshape(*x.shape[:-1], count, -1)
-
-    codes, scales = split(codes), split(scales)
-    if name in ("Q8_0", "IQ2_XXS"):
-        parts = [scales, codes]
-    elif name == "Q4_K":
-        parts = [split(planes["supers"].view(mx.uint8)), scales, codes]
-    elif name == "Q2_K":
-        parts = [scales, codes, split(planes["supers"].view(mx.uint8))]
-    else:
-        columns = mx.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 32)
-        parts = [scales, columns[..., :16] | (columns[..., 16:] << 4)]
-    return _flat(mx.concatenate(parts, axis=-1))
 
 
 def columns_of(name: str, planes: Planes) -> int:
@@ -148,11 +91,6 @@ def dequantize_engram_rows(raw: mx.array) -> mx.array:
 
 def _flat(blocks: mx.array) -> mx.array:
     return blocks.reshape(*blocks.shape[:-2], -1)
-
-
-def _take(blocks: mx.array, start: int, stop: int, dtype: mx.Dtype = mx.uint8) -> mx.array:
-    part = mx.contiguous(blocks[..., start:stop])
-    return _flat(part if dtype == mx.uint8 else part.view(dtype))
 
 
 @functools.cache

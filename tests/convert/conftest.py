@@ -20,3 +20,11 @@ def nano_k_gguf(tmp_path_factory):
         return made[recipe]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def nano_gguf(tmp_path_factory):
+    """GGUF of nano, with Engram and float weights."""
+    path = tmp_path_factory.mktemp("nano") / "f16.gguf"
+    official_to_gguf(GOLDEN / "nano" / "model", path, "f16")
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import struct
@@ -81,6 +82,15 @@ def test_runs_as_a_module(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("wrote ")
     done = subprocess.run([sys.executable, "-m", "mlx_ds4.convert", *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_console_scripts_name_functions():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text().split("[project.scripts]\n")[1].split("\n\n")[0]
+    scripts = dict(re.findall(r'^"(.+)" = "(.+)"$', text, re.M))
+    assert scripts["mlx_ds4.convert"] == f"{main.__module__}:{main.__name__}"
+    for target in scripts.values():
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 # ---- to a GGUF ---------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import struct
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,14 +20,10 @@ from mlx_ds4.checkpoint import CheckpointError, model_weights, other_part
 from mlx_ds4.config import ConfigError
 from mlx_ds4.convert import engram_files
 from mlx_ds4.convert.mlx_folder import Options, convert_to_folder
-from mlx_ds4.convert.to_gguf import official_to_gguf
 from mlx_ds4.convert.verify import verify_folder
-from mlx_ds4.drafter_files import find_drafter, load_drafter
+from mlx_ds4.drafter_files import find_drafter, load_drafter, open_drafter
 from mlx_ds4.formats.folder_layout import stored_arrays
 from mlx_ds4.formats.gguf_header import FormatError
-from mlx_ds4.formats.host_planes import split_rows
-from mlx_ds4.formats.planes import to_planes
-from mlx_ds4.formats.quant_blocks import TYPE_INFO
 from mlx_ds4.formats.safetensors import SafetensorsFolder
 from mlx_ds4.loader import describe, load_model
 from mlx_ds4.model.linear import BlockWeight
@@ -38,20 +36,13 @@ IDS = mx.array([[5, 9, 200, 7, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 250
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory, nano_k_gguf):
-    folder, made = tmp_path_factory.mktemp("sources"), {}
-
+def sources(nano_k_gguf, nano_gguf):
     def get(name: str) -> Path:
         if name in ("nano", "nano_k"):
             return GOLDEN / name / "model"
         if name == "tiny":
             return shipped_model()
-        if name in ("q2", "q4", "mxfp4"):
-            return nano_k_gguf(name)
-        if name not in made:  # nano with Engram, float weights
-            made[name] = folder / f"{name}.gguf"
-            official_to_gguf(NANO, made[name], name)
-        return made[name]
+        return nano_gguf if name == "f16" else nano_k_gguf(name)
 
     return get
 
@@ -122,6 +113,26 @@ def test_the_drafter_comes_along(tmp_path):
         np.testing.assert_array_equal(np.array(drafters[1][name].view(mx.uint8)), np.array(want.view(mx.uint8)))
 
 
+def test_mlx_decodes_the_planes_of_a_release(tmp_path):
+    """FP4 experts are MLX's mxfp4, FP8 matrices its mxfp8 once each tile's scale stands in all of its rows."""
+    convert_to_folder(NANO_K, tmp_path / "out")
+    shards = {}
+    for shard in (tmp_path / "out").glob("model-*"):
+        shards.update(mx.load(str(shard)))
+    source, seen = open_source(NANO_K), set()
+    for weight in model_weights(source.config):
+        if weight.storage not in ("FP4", "FP8"):
+            continue
+        codes, scales = (shards[f"{weight.name}.{plane}"] for plane in ("codes", "scales"))
+        mode = "mxfp4" if weight.storage == "FP4" else "mxfp8"
+        if mode == "mxfp8":
+            scales = mx.repeat(scales, 32, axis=0)[: codes.shape[0]]
+        values = mx.dequantize(codes.view(mx.uint32), scales, group_size=32, mode=mode, dtype=mx.float32)
+        np.testing.assert_array_equal(np.array(values), np.array(source.read(weight).dequantize()), err_msg=weight.name)
+        seen.add(mode)
+    assert seen == {"mxfp4", "mxfp8"}
+
+
 def test_arrays_come_lazily(tmp_path):
     convert_to_folder(NANO_K, tmp_path / "out")
     before = mx.get_active_memory()
@@ -136,8 +147,8 @@ def test_manifest_has_a_checksum_of_every_array(tmp_path):
     convert_to_folder(NANO, tmp_path / "out", Options("packed", "copy", SMALL))
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     source = open_source(NANO)
-    names = {name for name in source.folder.tensors if name.startswith("mtp.")}
-    for weight in model_weights(source.config):
+    names, drafter = set(), open_drafter(NANO, source.config)
+    for weight in (*model_weights(source.config), *drafter.weights):
         if weight.storage == "ROWS":
             names.add(weight.name)
             continue
@@ -202,6 +213,36 @@ def test_tables_are_the_same_rows(tmp_path, monkeypatch, storage, kind):
     assert verify_folder(tmp_path / "out", path) == []
     moved = (tmp_path / "out").rename(tmp_path / "moved")
     assert len(rows_of(moved)) == 2
+
+
+def extent_flags(path: Path) -> list[int]:
+    """FIEMAP flags of a file's extents, once its data is on the disk (Linux)."""
+    fcntl = pytest.importorskip("fcntl")
+    request = bytearray(struct.pack("<QQIIII", 0, 2**64 - 1, 1, 0, 256, 0) + bytes(56 * 256))
+    with open(path, "rb") as file:
+        fcntl.ioctl(file.fileno(), 0xC020660B, request)
+    count = struct.unpack_from("<I", request, 20)[0]
+    return [struct.unpack_from("<I", request, 32 + 56 * number + 40)[0] for number in range(count)]
+
+
+def test_a_real_clone_shares_its_blocks(tmp_path):
+    """No stand-in: needs a file system that clones, such as Btrfs or XFS (`pytest --basetemp` chooses one)."""
+    path = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf"))
+    try:
+        engram_files.clone_file(path, tmp_path / "probe")
+    except OSError as error:
+        pytest.skip(f"the file system of {tmp_path} cannot clone: {error.strerror}")
+    want = rows_of(path)
+    convert_to_folder(path, tmp_path / "out", Options(engram="clone"))
+    clone = tmp_path / "out" / "engram-tiny.gguf"
+    assert clone.read_bytes() == path.read_bytes()
+    if sys.platform == "linux":
+        flags = extent_flags(clone)
+        assert flags and all(flag & 0x2000 for flag in flags)  # FIEMAP_EXTENT_SHARED
+    damage(path, path.stat().st_size - 100_000, bytes(100_000))  # the source changes and goes, the clone stays
+    path.unlink()
+    for got, rows in zip(rows_of(tmp_path / "out"), want, strict=True):
+        np.testing.assert_array_equal(got, rows)
 
 
 def test_clone_says_where_it_cannot(tmp_path, monkeypatch):
@@ -318,21 +359,3 @@ def test_load_refuses_in_one_sentence(tmp_path, converted, change, error, messag
     with pytest.raises(error, match=message) as caught:
         load_model(tmp_path / "out")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("format", ["Q8_0", "MXFP4", "Q4_K", "Q2_K", "IQ2_XXS"])
-def test_host_planes_are_the_planes(format):
-    size = TYPE_INFO[format][2]
-    raw = np.random.default_rng(0).integers(0, 256, (4100, 2 * size), np.uint8)
-    want = to_planes(format, mx.array(raw))
-    got = split_rows(format, raw)
-    stored = stored_arrays("w", format, (4100, 2 * TYPE_INFO[format][1]))
-    assert list(got) == list(want) == list(stored)
-    for plane, array in got.items():
-        assert array.shape == want[plane].shape == stored[plane].shape and array.dtype == np.array(want[plane]).dtype
-        assert array.tobytes() == np.array(want[plane]).tobytes() and array.nbytes == stored[plane].nbytes
-    for wrong in (raw[:, 1:], raw.astype(np.int8), raw[0]):
-        with pytest.raises(ValueError, match="in blocks of"):
-            split_rows(format, wrong)
-    with pytest.raises(ValueError, match="no planes for format 'Q6_K'"):
-        split_rows("Q6_K", raw)

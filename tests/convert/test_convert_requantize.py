@@ -91,7 +91,7 @@ def test_modes():
         (["--hf-path", str(NANO_K), "-q"], "holds FP8, MXFP4 already: -q is for models of float weights"),
         (["--hf-path", str(NANO_K), "--q-bits", "4"], "need -q"),
         (["--hf-path", str(NANO_K), "-q", "--q-bits", "3"], "no format holds affine with 3 bits"),
-        (["--hf-path", str(NANO_K), "-q", "--to", "gguf", "--recipe", "q4"], "--engram, -q"),
+        (["--hf-path", str(NANO_K), "-q", "--to", "gguf", "--recipe", "q4"], "--draft-model, -q"),
     ],
 )
 def test_refusals(tmp_path, capsys, args, message):

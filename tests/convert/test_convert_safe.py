@@ -282,6 +282,26 @@ def test_sources_that_are_not_right(tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
+def test_a_damaged_scale_of_a_gguf(tmp_path, capsys):
+    path = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf"))
+    info = GGUFFile(path).tensors["blk.3.ffn_down_exps.weight"]  # Q2_K: the factors lie behind scales and codes
+    with open(path, "r+b") as file:
+        file.seek(info.offset + 5 * 84 + 80)
+        file.write(b"\x00\x7c")
+    code, error = command(capsys, "--gguf", path, "--mlx-path", tmp_path / "out")
+    assert code == 2 and "blk.3.ffn_down_exps.weight (Q2_K) holds a scale or value that is NaN or infinite" in error
+    assert os.listdir(tmp_path / "out") == ["conversion.json"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek4", "deepseek41-dspark"])
+def test_a_gguf_of_another_architecture(tmp_path, capsys, architecture):
+    tensor = GGUFTensor("token_embd.weight", (4,), "F32", lambda: [np.zeros(4, "<f4").view(np.uint8)])
+    records = [("general.architecture", "string", architecture), ("general.alignment", "u32", 32)]
+    write_gguf(tmp_path / "x.gguf", records, [tensor], alignment=32)
+    code, error = command(capsys, "--gguf", tmp_path / "x.gguf", "--mlx-path", tmp_path / "out")
+    assert code == 2 and f"'{architecture}'" in error and os.listdir(tmp_path) == ["x.gguf"]
+
+
 # ---- size ----------------------------------------------------------------------------------------------
 
 

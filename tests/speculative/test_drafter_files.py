@@ -9,71 +9,22 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_ds4.checkpoint import CheckpointError, drafter_weights
+from mlx_ds4.checkpoint import CheckpointError
 from mlx_ds4.config import ConfigError
-from mlx_ds4.convert.gguf_writer import GGUFTensor, write_gguf
 from mlx_ds4.drafter_files import find_drafter, load_drafter
 from mlx_ds4.formats.gguf import FormatError
-from mlx_ds4.formats.quant_encode import encode
 from mlx_ds4.loader import NotEnoughMemoryError
-from mlx_ds4.model.dspark import stage_config
 from mlx_ds4.model.linear import BlockWeight, dense
 from tests.checkpoint.folders import patch_byte, rewrite
 from tests.golden_tools import GOLDEN
+from tests.speculative.dspark_gguf import DIALECTS, SETTINGS, parameters, values_of, write
 
 NANO, NANO_K = GOLDEN / "nano" / "model", GOLDEN / "nano_k" / "model"
-SETTINGS = {
-    "block_size": ("u32", 5),
-    "markov_rank": ("u32", 32),
-    "noise_token_id": ("u32", 498),
-    "target_layer_ids": ("[i32]", [7, 8, 9]),
-    "stage_count": ("u32", 3),
-    "expert_count": ("u32", 8),
-    "expert_used_count": ("u32", 2),
-    "sliding_window": ("u32", 16),
-}
-LLAMA_CPP = {
-    "mtp.0.main_proj.weight": "fc.weight",
-    "mtp.0.main_norm.weight": "enc.output_norm.weight",
-    "mtp.2.norm.weight": "output_norm.weight",
-    "mtp.2.markov_head.markov_w1.weight": "markov_w1.weight",
-    "mtp.2.markov_head.markov_w2.weight": "markov_w2.weight",
-    "mtp.2.confidence_head.proj.weight": "conf_proj.weight",
-}
-
-
-def parameters(drafter) -> dict[str, mx.array | BlockWeight]:
-    out = {}
-    for name, module in drafter.named_modules():
-        for key, value in module.items():
-            if isinstance(value, BlockWeight) or (isinstance(value, mx.array) and not isinstance(module, BlockWeight)):
-                out[f"{name}.{key}"] = value
-    return out
 
 
 @pytest.fixture(scope="module")
-def values(nano, drafter) -> dict[str, tuple[str, np.ndarray]]:
-    """GGUF name -> our name and float32 values of every weight of the golden drafter."""
-    held = parameters(drafter)
-    weights = drafter_weights(stage_config(nano.config), 3)
-    assert set(held) == {w.name for w in weights}
-    return {w.gguf: (w.name, np.array(dense(held[w.name]))) for w in weights}
-
-
-def write(path, values, *, architecture="deepseek41-dspark", prefix="deepseek4.dspark.", settings=SETTINGS, extra=(),
-          spell=lambda name: name, kinds=None):  # fmt: skip
-    """Writes a DSpark GGUF: matrices as BF16 or as `kinds` says by name, vectors as F32."""
-    records = [("general.architecture", "string", architecture), ("general.alignment", "u32", 32), *extra]
-    records += [(prefix + name, *value) for name, value in settings.items()]
-    tensors = []
-    for name, (_, array) in values.items():
-        kind = (kinds or {}).get(name) or ("F32" if array.ndim == 1 or "hc_" in name else "BF16")
-        raw = encode(kind, array.reshape(-1, array.shape[-1]))
-        if (kinds or {}).get(name):
-            raw[0, :2] = (0, 0x7E)  # the first block's scale is not a number
-        tensors.append(GGUFTensor(spell(name), array.shape, kind, lambda raw=raw: [raw]))
-    write_gguf(path, records, tensors, alignment=32)
-    return path
+def values(drafter):
+    return values_of(drafter)
 
 
 def test_the_folder_gives_every_weight(nano, drafter):
@@ -92,22 +43,6 @@ def test_the_folder_gives_every_weight(nano, drafter):
     assert calls[-1][1] == total
     with pytest.raises(NotEnoughMemoryError, match="leave the drafter out"):
         load_drafter(nano, NANO, memory_limit=total)
-
-
-DIALECTS = {
-    "ds4": {},
-    "ds4, older keys": {
-        "architecture": "deepseek4-dspark",
-        "prefix": "deepseek4.dspark_",
-        "extra": [("dspark.checkpoint_variant", "string", "v4.1-flash")],
-    },
-    "llama.cpp": {
-        "architecture": "dflash",
-        "prefix": "dspark.",
-        "spell": lambda name: LLAMA_CPP.get(name, name.replace("mtp.", "blk.")),
-        "settings": {("n_layers" if k == "stage_count" else k): v for k, v in SETTINGS.items() if k != "expert_count"},
-    },
-}
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -139,7 +74,8 @@ REFUSED = {
     "a noise token": ({"settings": changed(noise_token_id=("u32", 512))}, ConfigError, "expected an id below 512"),
     "another kind": ({"architecture": "llama", "spell": lambda n: n.replace("mtp", "x")}, FormatError, "DSpark"),
     "a bad scale": (
-        {"kinds": {"mtp.1.attn_q_a.weight": "Q8_0"}}, FormatError, r"mtp.1.attn_q_a.weight \(Q8_0\) holds a scale",
+        {"kinds": {"mtp.1.attn_q_a.weight": "Q8_0"}, "damaged": ["mtp.1.attn_q_a.weight"]}, FormatError,
+        r"mtp.1.attn_q_a.weight \(Q8_0\) holds a scale",
     ),
 }  # fmt: skip
 
