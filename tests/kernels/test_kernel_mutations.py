@@ -25,7 +25,7 @@ CASES = {
     "router": "router/1x33_k31_normal",
     "engram_update": "engram/3x4x129_float32",
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
-    "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
+    "clamped_swiglu": "shared_expert/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
 BARRIERS = [(k.name, i) for k in all_kernels() if k.name in CASES for i in range(k.source.count(BARRIER))]
