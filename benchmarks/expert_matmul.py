@@ -14,7 +14,8 @@ import json
 import mlx.core as mx
 from quant_matmul import copy_rate, device, nbytes, random_planes, rows_of, seconds
 
-from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu_ref, expert_down, expert_swiglu
+from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu
+from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu_ref
 from mlx_ds4.formats.planes import dequantize
 
 LIMIT = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._octet import OCTET_HEADER, TILE_HEADER
+from ._octet import OCTET_HEADER, ROWS_HEADER, TILE_HEADER
 
 SWIGLU_HEADER = """
 // The clamped SwiGLU of two products that are rounded to bfloat16 first.
@@ -125,7 +125,8 @@ GATE_UP_SOURCE = (
 DOWN_SOURCE = (
     """
     // A simdgroup owns R outputs of every row and goes through the distinct experts in ascending order, which is the
-    // order of every row's own sum. sizes: octets of a, outputs, K, pairs.
+    // order of every row's own sum; the expert that all rows share comes last. sizes: octets of a, outputs, K, pairs,
+    // octets of the shared expert's a.
 """
     + _LANES
     + """
@@ -146,11 +147,12 @@ DOWN_SOURCE = (
     )
     + """
     }
+    if (SHARED)
+        expert_add<FS, WIDE_SHARED, R, MOST>(shared_x, shared_codes, shared_scales, shared_supers, sizes[4], outputs,
+                                             1u, 0u, (1ul << (pairs / K)) - 1ul, pairs / K, first, lane, total);
     if (lane < pairs / K) {
-        for (uint r = 0; r < uint(R); r++) {
-            ulong at = ulong(lane) * ulong(outputs) + ulong(first + r);
-            if (first + r < outputs) y[at] = bfloat16_t(SHARED ? total[r] + float(shared[at]) : total[r]);
-        }
+        for (uint r = 0; r < uint(R); r++)
+            if (first + r < outputs) y[ulong(lane) * ulong(outputs) + ulong(first + r)] = bfloat16_t(total[r]);
     }
 """
 )
@@ -228,4 +230,45 @@ SWIGLU_SOURCE = """
         if (WEIGHTED) w = weight[i / width];
         a[i] = bfloat16_t(expert_swiglu(float(gate[i]), float(up[i]), limit[0], w));
     }
+"""
+
+SHARED_HEADER = (
+    ROWS_HEADER
+    + SWIGLU_HEADER
+    + """
+// Outputs first .. first + R - 1 of gate and up for all M rows of x, and their SwiGLU.
+template <int FG, int FU, bool WIDE, int R, int M, typename SG, typename DG, typename SU, typename DU, typename L>
+inline void shared_gate_up(const device uint* x, const device uint* gate_codes, SG gate_scales, DG gate_supers,
+                           const device uint* up_codes, SU up_scales, DU up_supers, L limit, device bfloat16_t* a,
+                           uint octets, uint outputs, uint first, uint lane) {
+    if (first >= outputs) return;  // a whole simdgroup
+    ulong rows[R], at[M];
+    float gate[R * M], up[R * M];
+    for (uint r = 0; r < uint(R); r++) rows[r] = ulong(metal::min(first + r, outputs - 1u));
+    for (uint m = 0; m < uint(M); m++) at[m] = ulong(m) * ulong(octets);
+    octet_sums<FG, WIDE, R, M>(x, at, gate_codes, gate_scales, gate_supers, rows, octets, lane, gate);
+    octet_sums<FU, WIDE, R, M>(x, at, up_codes, up_scales, up_supers, rows, octets, lane, up);
+    float g = 0.0f, u = 0.0f;  // every lane holds all sums: lane r * M + m finishes sum r * M + m
+    for (uint i = 0; i < uint(R * M); i++)
+        if (lane == i) { g = gate[i]; u = up[i]; }
+    uint f = first + lane / uint(M);
+    if (lane < uint(R * M) && f < outputs)
+        a[ulong(lane % uint(M)) * ulong(outputs) + ulong(f)] = bfloat16_t(expert_swiglu(g, u, limit[0], 1.0f));
+}
+"""
+)
+
+SHARED_SOURCE = """
+    // A simdgroup owns R weight rows for all M rows: first come the router's, which read r, then those of gate and up,
+    // which read x. sizes: octets of a row, router outputs, outputs of gate.
+    uint lane = thread_index_in_simdgroup;
+    uint part = R * simdgroups_per_threadgroup, here = R * simdgroup_index_in_threadgroup;
+    uint block = threadgroup_position_in_grid.x, before = (sizes[1] + part - 1u) / part;
+    if (block < before) {
+        quant_rows<FR, WIDE, R, M>(r, router_codes, router_scales, router_supers, logits, sizes[0], 0u, 1u, sizes[1],
+                                   block * part + here, lane);
+        return;
+    }
+    shared_gate_up<FG, FU, WIDE, R, M>(x, gate_codes, gate_scales, gate_supers, up_codes, up_scales, up_supers, limit,
+                                       a, sizes[0], sizes[2], (block - before) * part + here, lane);
 """

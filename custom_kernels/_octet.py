@@ -204,6 +204,28 @@ inline void octet_sums(const device uint* x, const thread ulong* at, const devic
 """
 )
 
+ROWS_HEADER = (
+    OCTET_HEADER
+    + """
+// A simdgroup: weight rows first .. first + R - 1 of group g times the M rows of x.
+template <int FORMAT, bool WIDE, int R, int M, typename S, typename D, typename T>
+inline void quant_rows(const device uint* x, const device uint* codes, S scales, D supers, device T* y,
+                       uint octets, uint g, uint groups, uint outputs, uint first, uint lane) {
+    if (first >= outputs) return;  // a whole simdgroup
+    ulong rows[R], at[M];
+    float sum[R * M];
+    for (uint r = 0; r < uint(R); r++)  // behind the last row, the last once more
+        rows[r] = ulong(g) * ulong(outputs) + ulong(metal::min(first + r, outputs - 1u));
+    for (uint m = 0; m < uint(M); m++) at[m] = (ulong(m) * ulong(groups) + ulong(g)) * ulong(octets);
+    octet_sums<FORMAT, WIDE, R, M>(x, at, codes, scales, supers, rows, octets, lane, sum);
+    for (uint r = 0; r < uint(R); r++)
+        for (uint m = 0; m < uint(M); m++)
+            if (lane == 0u && first + r < outputs)
+                y[ulong(m) * ulong(groups) * ulong(outputs) + rows[r]] = T(sum[r * uint(M) + m]);
+}
+"""
+)
+
 # 32 rows of x times 64 rows of weights by 128 threads. Both tiles are float32 (Apple's matrix units multiply floats
 # at the rate of halves), 36 values a row against bank conflicts: 13.5 KB of threadgroup memory.
 TILE_ROWS, TILE_OUT, TILE_THREADS = 32, 64, 128

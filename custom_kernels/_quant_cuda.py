@@ -173,12 +173,14 @@ _GATE_UP_MANY_SOURCE = (
 _DOWN_FEW_SOURCE = (
     """
     // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round
-    // the warps. Then the halves are added, rounded, and summed over each row's slots.
+    // the warps, then the shares of the SS warps that would multiply the shared expert's matrix alone. Then the halves
+    // are added, rounded, and summed over each row's slots. SHARED: 0 nothing, 1 values to add, 2 a product.
 """
-    + _PROLOGUE
+    + _PROLOGUE.replace("F == IQ2_XXS", "(F == IQ2_XXS || FS == IQ2_XXS)")
     + _FEW_PAIRS
     + """
     __shared__ float part[2][64][16];
+    __shared__ float share[SHARED == 2 ? SS * 128 : 1];
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
     const int tile = blockIdx.x, K = x_shape[1], N = codes_shape[1];
     const int units = K / Weight<F>::UNIT, half = (units + 1) / 2;
@@ -202,6 +204,20 @@ _DOWN_FEW_SOURCE = (
         }
       }
     }
+    if (SHARED == 2) {
+      const Planes ws = {
+          (const unsigned char*)shared_codes, (const unsigned char*)shared_scales, (const unsigned char*)shared_supers};
+      const int width = shared_shape[1];
+      Rows<1> rows;
+      rows.p[0] = (const bf16*)shared + (size_t)min(g, P / SLOTS - 1) * width;
+      for (int s = 0; s < SS; s++) {
+        if (task++ % S != warp) continue;
+        float acc[1][4];
+        clear(acc);
+        product<FS, 1>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s);
+        for (int c = 0; c < 4; c++) share[s * 128 + 32 * c + lane] = acc[0][c];
+      }
+    }
     __syncthreads();
     for (int e = threadIdx.x; e < P / SLOTS * 16; e += 32 * S) {
       const int n = e / 16, r = 16 * tile + e % 16;
@@ -211,7 +227,13 @@ _DOWN_FEW_SOURCE = (
         const int pair = n * SLOTS + s;
         sum += round_bf16(part[0][pair][e % 16] + part[1][pair][e % 16]);
       }
-      if (SHARED) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + r]);
+      if (SHARED == 1) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + r]);
+      if (SHARED == 2) {  // the lane and the register that hold row e % 16, column n
+        const int at = 32 * ((n & 1) + 2 * (e % 16 / 8)) + 4 * (e % 8) + n / 2;
+        float added = SS == 1 ? share[at] : 0.f;
+        for (int s = 0; SS > 1 && s < SS; s++) added += share[s * 128 + at];
+        sum += round_bf16(added);
+      }
       y[(size_t)n * N + r] = bf16(sum);
     }
 """
@@ -261,7 +283,12 @@ _gate_up_many = _kernel(
     _GATE_UP_MANY_SOURCE,
     "expert_matmul",
 )
-_down_few = _kernel("expert_down_few_mma", ["x", *_ONE, "chosen", "shared"], _DOWN_FEW_SOURCE, "expert_matmul")
+_down_few = _kernel(
+    "expert_down_few_mma",
+    ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]],
+    _DOWN_FEW_SOURCE,
+    "expert_matmul",
+)
 _down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_MANY_SOURCE, "expert_matmul")
 
 
@@ -307,12 +334,21 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, sorted_pairs=Non
 
 
 def down_few(a, format, planes, chosen, shared) -> mx.array:
-    """The experts' outputs of a [rows, slots, F], each rounded, summed over slots and added to `shared`: [rows, C]."""
+    """The experts' outputs of a [rows, slots, F], each rounded, summed over slots: [rows, C]. Last is added `shared`:
+    values [rows, C], (a [rows, F'], weight) to multiply, or None."""
     rows, slots, F = a.shape
     C, flat = planes["codes"].shape[1], a.reshape(-1, F)
+    values, other, mode = flat, (format, planes), 0
+    if isinstance(shared, mx.array):
+        values, mode = shared, 1
+    elif shared is not None:
+        (values, other), mode = shared, 2
+    share = split(ceil_div(C, 16), values.shape[-1] // 128) if mode == 2 else 1
+    template = {"F": FORMAT_IDS[format], "S": _DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
+    template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
     return _down_few(
-        inputs=[flat, *_planes(planes), chosen.reshape(-1), flat if shared is None else shared],
-        template=[("F", FORMAT_IDS[format]), ("S", _DOWN_WARPS), ("SLOTS", slots), ("SHARED", shared is not None)],
+        inputs=[flat, *_planes(planes), chosen.reshape(-1), values, *_planes(other[1])],
+        template=list(template.items()),
         grid=(ceil_div(C, 16) * 32 * _DOWN_WARPS, 1, 1),
         threadgroup=(32 * _DOWN_WARPS, 1, 1),
         output_shapes=[(rows, C)],

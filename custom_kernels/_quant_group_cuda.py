@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
@@ -211,3 +212,95 @@ def _blocks(format: str, rows: int, split: int, warps: int) -> int:
 def _planes(planes: block_planes.Planes) -> list[mx.array]:
     scales = planes.get("scales", planes["codes"])
     return [planes["codes"], scales, planes.get("supers", scales)]
+
+
+_SHARED_SOURCE = """
+    // Blocks of W warps: first the router's rows, which read r, then 16 rows of gate and of up for each S warps, which
+    // read x [M, K], M up to 8.
+    using namespace ds4;
+    __shared__ uint4 grid_s[GRID ? 256 : 1];
+    __shared__ float part[2 * W * 128];
+    if (GRID) {
+      stage_grid(grid_s);
+      __syncthreads();
+    }
+    int block = blockIdx.x;
+    const int M = x_shape[0], K = x_shape[1], N = gate_codes_shape[0];
+    const bool routes = matrix<FR, SR, W, MOST>(
+        block, (const bf16*)r, M, K, router_codes, router_scales, router_supers, router_codes_shape[0], logits, part,
+        grid_s);
+    if (routes) return;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    constexpr int TEAMS = W / S;
+    const float LIMIT = __int_as_float(LIMIT_BITS);
+    typedef const unsigned char* Bytes;
+    const Planes w1 = {(Bytes)gate_codes, (Bytes)gate_scales, (Bytes)gate_supers};
+    const Planes w3 = {(Bytes)up_codes, (Bytes)up_scales, (Bytes)up_supers};
+    const int tile = block * TEAMS + warp / S;
+    Rows<1> rows;
+    rows.p[0] = (const bf16*)x + (size_t)min(g, M - 1) * K;
+    float gate[1][4], up[1][4];
+    clear(gate);
+    clear(up);
+    if (16 * tile < N) {
+      product<FG, 1>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s);
+      product<FU, 1>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s);
+    }
+    for (int c = 0; c < 4; c++) {
+      part[warp * 128 + 32 * c + lane] = gate[0][c];
+      part[(W + warp) * 128 + 32 * c + lane] = up[0][c];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < TEAMS * 128; i += 32 * W) {
+      const int team = i / 128, e = i % 128, c = e / 32, n = 2 * t + (c & 1);
+      const int row = 16 * (block * TEAMS + team) + g + 8 * (c >> 1);
+      const float a1 = fminf(round_bf16(team_sum<S>(part, team * S, e)), LIMIT);
+      const float b1 = fminf(fmaxf(round_bf16(team_sum<S>(part, W + team * S, e)), -LIMIT), LIMIT);
+      if (n < M && row < N) a[(size_t)n * N + row] = bf16(a1 * (1.f / (1.f + expf(-a1))) * b1);
+    }
+"""
+
+_shared = Kernel(
+    "shared_expert_mma",
+    [
+        "r",
+        "x",
+        *[f"{matrix}_{plane}" for matrix in ("router", "gate", "up") for plane in ("codes", "scales", "supers")],
+    ],
+    ["logits", "a"],
+    None,
+    cuda_source=_SHARED_SOURCE,
+    cuda_header=HEADER,
+    exact=False,
+    family="shared_expert",
+)
+
+
+def takes_shared(x: mx.array, gate: str, up: str, router: str) -> bool:
+    """Whether the fused first half takes matrices of these formats over x [.., C]: gate and up by tensor cores."""
+    return takes(x, router) and all(f not in _FLOATS and takes(x, f) for f in (gate, up))
+
+
+def shared_swiglu(
+    x: mx.array, gate: Weight, up: Weight, router_x: mx.array, router: Weight, limit: float
+) -> tuple[mx.array, mx.array]:
+    """(logits float32 [M, E], a bfloat16 [M, F]), as `shared_expert.shared_swiglu` says; M up to 8."""
+    (M, K), F, E = x.shape, gate[1]["codes"].shape[0], router[1]["codes"].shape[0]
+    split, router_split = _split(gate[0], F, K), _split(router[0], E, K)
+    warps = max(_FEWEST_WARPS, split, router_split)
+    blocks = _blocks(router[0], E, router_split, warps) + _blocks(gate[0], F, split, warps)
+    template = [(f"F{name}", FORMAT_IDS[w[0]]) for name, w in zip("RGU", (router, gate, up), strict=True)]
+    template += [("SR", router_split), ("S", split), ("W", warps), ("MOST", power_of_two(M))]
+    template += [
+        ("GRID", "IQ2_XXS" in (router[0], gate[0], up[0])),
+        ("LIMIT_BITS", int(np.float32(limit).view(np.int32))),
+    ]
+    logits, a = _shared(
+        inputs=[router_x, x, *[plane for _, planes in (router, gate, up) for plane in _planes(planes)]],
+        template=template,
+        grid=(blocks * 32 * warps, 1, 1),
+        threadgroup=(32 * warps, 1, 1),
+        output_shapes=[(M, E), (M, F)],
+        output_dtypes=[mx.float32, mx.bfloat16],
+    )
+    return logits, a

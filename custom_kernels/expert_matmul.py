@@ -2,7 +2,9 @@
 
     g, u = bf16(x W1[e]^T), bf16(x W3[e]^T)                                     products float32, rounded once
     a = bf16(w * (silu(min(g, limit)) * clip(u, -limit, limit)))                float32 inside
-    y = bf16(sum over chosen e, ascending, of bf16(a W2[e]^T) + shared)         float32 sum, rounded once
+    y = bf16(sum over chosen e, ascending, of bf16(a W2[e]^T) + bf16(s W2^T))   float32 sum, rounded once
+
+The last term is the shared expert's, s its own SwiGLU (shared_expert.py).
 
 Architecture notes 8.2. A weight is (format, planes) with a leading expert axis. Where the trained formats ask for FP8
 inputs, the caller rounds x and a. A row's result does not depend, bit for bit, on the rows that ride with it while they
@@ -10,9 +12,10 @@ are at most `MOST_ROWS`.
 
 Kernels, all within tolerance of the reference. With D distinct experts among the chosen, out x in each:
 
-* `expert_gate_up`, `expert_down` (up to 8 rows): one launch each. They read the planes of D experts once (bytes a
-  weight: quant_matmul.py), whatever number of rows chose them: the groups of an expert's first pair serve all. At
-  one row of top-6, 5120 x 2304, gate/up IQ2_XXS and down Q2_K: 36 MB + 23 MB in two launches.
+* `expert_gate_up`, `expert_down` (up to 8 rows): one launch each, the shared expert's last matrix in the second. They
+  read the planes of D experts once (bytes a weight: quant_matmul.py), whatever number of rows chose them: the groups of
+  an expert's first pair serve all. At one row of top-6, 5120 x 2304, gate/up IQ2_XXS, down Q2_K, shared Q8_0: 36 MB +
+  36 MB in two launches.
 * `expert_gate_up_tile`, `expert_down_tile` (more rows): pairs sorted by expert on the device, tiles of 32 pairs x 64
   outputs by matrix units; an expert's planes are read once per 32 of its rows, experts without rows never. About ten
   small launches sort and count, two multiply, K + 1 add up; [N, K, in + out] in bfloat16 of memory.
@@ -37,8 +40,6 @@ from ._expert_sources import (
     GATE_UP_SOURCE,
     GATE_UP_TILE_SOURCE,
     MANY_HEADER,
-    SWIGLU_HEADER,
-    SWIGLU_SOURCE,
 )
 from ._kernel import Kernel, backend, enabled, floats
 from ._octet import (
@@ -56,8 +57,12 @@ from ._octet import (
     x_input,
 )
 from ._random_planes import BYTES, random_planes, weights_of
+from .quant_matmul import quant_matmul, quant_matmul_ref
+from .shared_expert import clamped_swiglu_ref
 
 Weight = tuple[str, dict[str, mx.array]]
+# What the expert that all rows share adds: a [N, F] of its SwiGLU, and its last matrix.
+SharedDown = tuple[mx.array, Weight]
 
 # More rows go through tiles; not yet measured on a Mac.
 MOST_ROWS = 8
@@ -72,11 +77,13 @@ def _kernel(name: str, inputs: list[str], output: str, source: str, header: str)
 
 
 _GATE_UP_PLANES = [f"{which}_{plane}" for which in ("gate", "up") for plane in ("codes", "scales", "supers")]
+_ONE = ["codes", "scales", "supers"]
+_SHARED = [f"shared_{plane}" for plane in _ONE]
 _gate_up_kernel = _kernel(
     "expert_gate_up", ["x", "sizes", "limit", "chosen", "weights", *_GATE_UP_PLANES], "a", GATE_UP_SOURCE, FEW_HEADER
 )
 _down_kernel = _kernel(
-    "expert_down", ["x", "sizes", "chosen", "shared", "codes", "scales", "supers"], "y", DOWN_SOURCE, FEW_HEADER
+    "expert_down", ["x", "sizes", "chosen", *_ONE, "shared_x", *_SHARED], "y", DOWN_SOURCE, FEW_HEADER
 )
 _gate_up_tile_kernel = _kernel(
     "expert_gate_up_tile",
@@ -92,37 +99,6 @@ _down_tile_kernel = _kernel(
     DOWN_TILE_SOURCE,
     MANY_HEADER,
 )
-
-_swiglu_kernel = _kernel(
-    "clamped_swiglu", ["gate", "up", "weight", "limit", "sizes"], "a", SWIGLU_SOURCE, SWIGLU_HEADER
-)
-_SWIGLU_THREADS = 256
-
-
-def clamped_swiglu(gate: mx.array, up: mx.array, limit: float, weight: mx.array | None = None) -> mx.array:
-    """gate, up [.., F] -> bfloat16 [.., F]; `weight` float32 [.., 1] is the routing weight (architecture notes 8.2).
-
-    The gate branch is clamped from above only. One launch instead of about 8 where both inputs are bfloat16.
-    """
-    bfloat16 = gate.dtype == mx.bfloat16 and up.dtype == mx.bfloat16
-    if gate.size == 0 or not bfloat16 or not enabled("expert_matmul"):
-        return clamped_swiglu_ref(gate, up, limit, weight)
-    some = floats(1.0) if weight is None else weight
-    return _swiglu_kernel(
-        inputs=[gate, up, some, floats(limit), numbers(gate.shape[-1], gate.size)],
-        template=[("WEIGHTED", weight is not None)],
-        grid=(ceil_div(gate.size, _SWIGLU_THREADS) * _SWIGLU_THREADS, 1, 1),
-        threadgroup=(_SWIGLU_THREADS, 1, 1),
-        output_shapes=[gate.shape],
-        output_dtypes=[mx.bfloat16],
-    )[0]
-
-
-def clamped_swiglu_ref(gate: mx.array, up: mx.array, limit: float, weight: mx.array | None = None) -> mx.array:
-    g = mx.minimum(gate.astype(mx.float32), limit)
-    u = mx.clip(up.astype(mx.float32), -limit, limit)
-    a = g * mx.sigmoid(g) * u
-    return (a if weight is None else weight * a).astype(mx.bfloat16)
 
 
 def expert_swiglu(
@@ -182,29 +158,39 @@ def expert_swiglu_ref(
     return _each_expert(chosen, one, gate[1])
 
 
-def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: mx.array | None = None) -> mx.array:
-    """a [N, K, F], chosen int32 [N, K] ascending per row, shared bfloat16 [N, C] or None -> bfloat16 [N, C].
+def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown | None = None) -> mx.array:
+    """a [N, K, F], chosen int32 [N, K] ascending per row -> bfloat16 [N, C].
 
-    The result of `expert_swiglu`, perhaps rounded to FP8, through the chosen experts and summed; see the formula
-    above. Errors as in `expert_swiglu`.
+    The result of `expert_swiglu`, perhaps rounded to FP8, through the chosen experts and summed; then, of `shared` =
+    (a [N, F'], weight [C, F']), the shared expert's product, rounded to bfloat16 like theirs. Errors as in
+    `expert_swiglu`.
     """
     N, K, F = a.shape
     check_planes("expert_down", *down, F)
-    if not _launches(chosen, down):
+    weights = [down] if shared is None else [down, shared[1]]
+    if shared is not None:
+        check_planes("expert_down", *shared[1], shared[0].shape[-1])
+    if not _launches(chosen, *weights):
         return expert_down_ref(a, down, chosen, shared)
     E, C, _ = down[1]["codes"].shape
     if backend() == "cuda" and _quant_cuda.takes(a, down[0], F):
         if _few(N, K):
+            if shared is not None and not _quant_cuda.takes(shared[0], shared[1][0], shared[0].shape[-1]):
+                shared = quant_matmul(shared[0], *shared[1])
             return _quant_cuda.down_few(a, *down, chosen, shared)
         return _sum(_quant_cuda.down_many(a, *down, _plan(chosen, E)[:2]), shared)
     words, wide = x_input(a)
     formats = [("FORMAT", FORMAT_IDS[down[0]]), ("WIDE", wide)]
     planes = plane_inputs(*down)
     if _few(N, K):
+        other, weight = (a, down) if shared is None else shared
+        other_words, other_wide = x_input(other)
         R = rows_per_simdgroup(C, 2)
+        sizes = numbers(F // 8, C, K, N * K, other.shape[-1] // 8)
+        formats += [("SHARED", shared is not None), ("FS", FORMAT_IDS[weight[0]]), ("WIDE_SHARED", other_wide)]
         return _down_kernel(
-            inputs=[words, numbers(F // 8, C, K, N * K), chosen, words if shared is None else shared, *planes],
-            template=[*formats, ("R", R), ("MOST", power_of_two(N)), ("SHARED", shared is not None)],
+            inputs=[words, sizes, chosen, *planes, other_words, *plane_inputs(*weight)],
+            template=[*formats, ("R", R), ("MOST", power_of_two(N))],
             grid=(ceil_div(C, R * _SIMDGROUPS) * 32 * _SIMDGROUPS, 1, 1),
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
             output_shapes=[(N, C)],
@@ -222,9 +208,10 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: mx.array | 
     return _sum(y, shared)
 
 
-def expert_down_ref(a: mx.array, down: Weight, chosen: mx.array, shared: mx.array | None = None) -> mx.array:
+def expert_down_ref(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown | None = None) -> mx.array:
     flat = a.reshape(-1, a.shape[-1])
-    return _sum(_each_expert(chosen, lambda expert, pairs: _product_ref(flat[pairs], down, expert), down[1]), shared)
+    y = _each_expert(chosen, lambda expert, pairs: _product_ref(flat[pairs], down, expert), down[1])
+    return _sum(y, shared, quant_matmul_ref)
 
 
 def _launches(chosen: mx.array, *weights: Weight) -> bool:
@@ -252,12 +239,14 @@ def _plan(chosen: mx.array, experts: int) -> tuple[mx.array, mx.array, mx.array,
     return mx.argsort(flat), starts, tile_starts, flat.size // TILE_ROWS + min(flat.size, experts)
 
 
-def _sum(y: mx.array, shared: mx.array | None) -> mx.array:
-    """[N, K, C] -> bfloat16 [N, C], in the order of K, in float32."""
+def _sum(y: mx.array, shared: SharedDown | None, product: Callable = quant_matmul) -> mx.array:
+    """[N, K, C] -> bfloat16 [N, C], in the order of K, in float32; the shared expert's product comes last."""
     total = y[:, 0].astype(mx.float32)
     for slot in range(1, y.shape[1]):
         total = total + y[:, slot].astype(mx.float32)
-    return (total if shared is None else total + shared.astype(mx.float32)).astype(mx.bfloat16)
+    if shared is not None:
+        total = total + product(shared[0], *shared[1]).astype(mx.float32)
+    return total.astype(mx.bfloat16)
 
 
 def _product_ref(x: mx.array, weight: Weight, expert: mx.array | int) -> mx.array:
@@ -296,24 +285,25 @@ def cases() -> list[Case]:
     def inputs(
         rng: np.random.Generator, rows: int, chosen: int, experts: int, C: int, F: int, formats: list[str], agree: int
     ):
-        x, shared = (mx.array(rng.standard_normal((rows, C)).astype(np.float32)).astype(mx.bfloat16) for _ in range(2))
+        x = mx.array(rng.standard_normal((rows, C)).astype(np.float32)).astype(mx.bfloat16)
+        s = mx.array(rng.standard_normal((rows, F)).astype(np.float32)).astype(mx.bfloat16)
         a = mx.array(rng.standard_normal((rows, chosen, F)).astype(np.float32)).astype(mx.bfloat16)
         choice = np.sort(np.argsort(rng.random((rows, experts)), axis=1)[:, :chosen], axis=1).astype(np.int32)
         choice[:agree] = choice[:1]
         weights = mx.array(rng.random((rows, chosen), dtype=np.float32))
-        shapes = [(experts, F, C), (experts, F, C), (experts, C, F)]
+        shapes = [(experts, F, C), (experts, F, C), (experts, C, F), (C, F)]
         planes = [list(random_planes(rng, f, *s).values()) for f, s in zip(formats, shapes, strict=True)]
-        return [x, a, shared, mx.array(choice), weights, *[array for some in planes for array in some]]
+        return [x, a, s, mx.array(choice), weights, *[array for some in planes for array in some]]
 
-    def run(swiglu: Callable, down: Callable, formats: list[str], x, a, shared, chosen, weights, *arrays):
+    def run(swiglu: Callable, down: Callable, formats: list[str], x, a, s, chosen, weights, *arrays):
         stored = list(weights_of(formats, arrays))
         first = swiglu(x, stored[0], stored[1], chosen, weights, limit=10.0)
-        return [first, down(a, stored[2], chosen, shared)]
+        return [first, down(a, stored[2], chosen, (s, stored[3]))]
 
     def case(rows: int, chosen: int, experts: int, C: int, F: int, *formats: str, large: bool = False):
         distinct = min(experts, rows * chosen)
         return Case(
-            f"expert_matmul/{'_'.join(f.lower() for f in formats)}_{rows}x{chosen}_of_{experts}_{C}x{F}",
+            f"expert_matmul/{'_'.join(f.lower() for f in formats[:3])}_{rows}x{chosen}_of_{experts}_{C}x{F}",
             functools.partial(run, expert_swiglu, expert_down, formats),
             functools.partial(run, expert_swiglu_ref, expert_down_ref, formats),
             functools.partial(
@@ -327,38 +317,20 @@ def cases() -> list[Case]:
                 agree=0 if large else rows // 2,
             ),
             tolerance=2e-3,  # a unit in the last place of gate or up may be several of their product
-            bytes=int(sum(BYTES[f] for f in formats) * C * F * distinct) + 4 * rows * (C + chosen * F),
+            bytes=int((sum(BYTES[f] for f in formats[:3]) * distinct + BYTES[formats[3]]) * C * F)
+            + 4 * rows * (C + chosen * F),
             large=large,
         )
 
-    def act(rows: int, width: int, weighted: bool, large: bool = False):
-        def arrays(rng: np.random.Generator):
-            pair = (mx.array(rng.standard_normal((rows, width)).astype(np.float32) * 8) for _ in range(2))
-            weight = [mx.array(rng.random((rows, 1), dtype=np.float32))] if weighted else []
-            return [*(x.astype(mx.bfloat16) for x in pair), *weight]
-
-        return Case(
-            f"expert_matmul/clamped_swiglu_{rows}x{width}",
-            lambda gate, up, weight=None: clamped_swiglu(gate, up, 10.0, weight),
-            lambda gate, up, weight=None: clamped_swiglu_ref(gate, up, 10.0, weight),
-            arrays,
-            tolerance=2e-7,
-            bytes=6 * rows * width,
-            large=large,
-        )
-
-    q2, real = ("IQ2_XXS", "IQ2_XXS", "Q2_K"), (384, 5120, 2304)
+    q2, real = ("IQ2_XXS", "IQ2_XXS", "Q2_K", "Q8_0"), (384, 5120, 2304)
     return [
-        act(3, 67, True),
-        act(1, 96, False),
-        act(1, 2304, False, large=True),
-        case(1, 6, 7, 256, 256, "Q4_K", "Q4_K", "Q8_0"),
+        case(1, 6, 7, 256, 256, "Q4_K", "Q4_K", "Q8_0", "Q2_K"),
         case(6, 3, 8, 512, 256, *q2),
-        case(2, 1, 3, 64, 32, "MXFP4", "Q8_0", "MXFP4"),
-        case(12, 3, 5, 96, 64, "Q8_0", "MXFP4", "Q8_0"),
+        case(2, 1, 3, 64, 32, "MXFP4", "Q8_0", "MXFP4", "F16"),
+        case(12, 3, 5, 96, 64, "Q8_0", "MXFP4", "Q8_0", "Q8_0"),
         case(1, 6, *real, *q2, large=True),
         case(6, 6, *real, *q2, large=True),
         case(2048, 6, *real, *q2, large=True),
-        case(6, 6, *real, "MXFP4", "MXFP4", "MXFP4", large=True),
-        case(6, 6, *real, "Q4_K", "Q4_K", "Q4_K", large=True),
+        case(6, 6, *real, "MXFP4", "MXFP4", "MXFP4", "FP8", large=True),
+        case(6, 6, *real, "Q4_K", "Q4_K", "Q4_K", "Q8_0", large=True),
     ]

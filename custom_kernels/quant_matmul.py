@@ -35,7 +35,7 @@ from ._case import Case
 from ._kernel import Kernel, backend, enabled
 from ._octet import (
     FORMAT_IDS,
-    OCTET_HEADER,
+    ROWS_HEADER,
     TILE_HEADER,
     TILE_OUT,
     TILE_ROWS,
@@ -56,28 +56,6 @@ Weight = tuple[str, block_planes.Planes]
 MOST_ROWS = 8
 SIMDGROUPS = 4  # in a threadgroup of the rows kernel
 _MOST_TOGETHER = 5  # matrices in one launch
-
-ROWS_HEADER = (
-    OCTET_HEADER
-    + """
-// A simdgroup: weight rows first .. first + R - 1 of group g times the M rows of x.
-template <int FORMAT, bool WIDE, int R, int M, typename S, typename D, typename T>
-inline void quant_rows(const device uint* x, const device uint* codes, S scales, D supers, device T* y,
-                       uint octets, uint g, uint groups, uint outputs, uint first, uint lane) {
-    if (first >= outputs) return;  // a whole simdgroup
-    ulong rows[R], at[M];
-    float sum[R * M];
-    for (uint r = 0; r < uint(R); r++)  // behind the last row, the last once more
-        rows[r] = ulong(g) * ulong(outputs) + ulong(metal::min(first + r, outputs - 1u));
-    for (uint m = 0; m < uint(M); m++) at[m] = (ulong(m) * ulong(groups) + ulong(g)) * ulong(octets);
-    octet_sums<FORMAT, WIDE, R, M>(x, at, codes, scales, supers, rows, octets, lane, sum);
-    for (uint r = 0; r < uint(R); r++)
-        for (uint m = 0; m < uint(M); m++)
-            if (lane == 0u && first + r < outputs)
-                y[ulong(m) * ulong(groups) * ulong(outputs) + rows[r]] = T(sum[r * uint(M) + m]);
-}
-"""
-)
 
 _ROWS_SOURCE = """
     // A simdgroup owns R weight rows of one matrix and computes them for all M rows of x; grid y is the group of

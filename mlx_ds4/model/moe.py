@@ -6,12 +6,12 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu, expert_down, expert_swiglu
+from mlx_ds4.custom_kernels.expert_matmul import SharedDown, expert_down, expert_swiglu
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
-from mlx_ds4.custom_kernels.quant_matmul import quant_matmul
 from mlx_ds4.custom_kernels.router import route
+from mlx_ds4.custom_kernels.shared_expert import shared_swiglu
 
-from .linear import Linear, apply_together, rounds_input, stored
+from .linear import Linear, rounds_input, stored
 from .step import Step
 
 
@@ -22,9 +22,6 @@ class Gate(nn.Module):
         super().__init__()
         self.weight = mx.zeros((experts, dims))
         self.bias = mx.zeros((experts,))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return quant_matmul(x, *stored(self.weight), out_dtype=mx.float32)
 
 
 class StackedLinear(nn.Module):
@@ -58,8 +55,9 @@ class Experts(nn.Module):
         self.w3 = StackedLinear(experts, c.hidden_size, c.moe_intermediate_size)
         self.w2 = StackedLinear(experts, c.moe_intermediate_size, c.hidden_size)
 
-    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array, shared: mx.array) -> mx.array:
-        """x, shared [N, C], chosen int32 [N, K] ascending, weights float32 [N, K] -> bfloat16 [N, C]."""
+    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array, shared: SharedDown) -> mx.array:
+        """x [N, C], chosen int32 [N, K] ascending, weights float32 [N, K], the shared expert's activations and its
+        last matrix -> bfloat16 [N, C]."""
         if self.w1.rounds_input or self.w3.rounds_input:
             x = fake_quant_fp8(x)
         a = expert_swiglu(x, stored(self.w1.weight), stored(self.w3.weight), chosen, weights, limit=self._limit)
@@ -69,7 +67,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert that every row takes, without a routing weight."""
+    """The expert that every row takes, without a routing weight: w2(swiglu(w1 x, w3 x))."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -79,8 +77,12 @@ class SharedExpert(nn.Module):
         self.w3 = Linear(c.hidden_size, c.moe_intermediate_size, trained=True)
         self.w2 = Linear(c.moe_intermediate_size, c.hidden_size, trained=True)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.w2(clamped_swiglu(*apply_together(x, self.w1, self.w3), self._limit))
+    def activate(self, x: mx.array, gate: Gate) -> tuple[mx.array, mx.array]:
+        """Router logits float32 [N, E] of x [N, C], and what w2 takes: bfloat16 [N, F]."""
+        rounded = fake_quant_fp8(x) if self.w1.rounds_input or self.w3.rounds_input else x
+        weights = (stored(layer.weight) for layer in (self.w1, self.w3))
+        logits, a = shared_swiglu(rounded, *weights, x, stored(gate.weight), limit=self._limit)
+        return logits, fake_quant_fp8(a) if self.w2.rounds_input else a
 
 
 class MoE(nn.Module):
@@ -96,14 +98,12 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config)
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
-        logits = self.gate(x)
-        chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
         rows = x.reshape(-1, x.shape[-1])
-        K = self._top_k
-        shared = self.shared_experts(rows)
-        y = self.experts(rows, chosen.reshape(-1, K), weights.reshape(-1, K), shared).reshape(x.shape)
+        logits, shared = self.shared_experts.activate(rows, self.gate)
+        chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
+        y = self.experts(rows, chosen, weights, (shared, stored(self.shared_experts.w2.weight))).reshape(x.shape)
         for name, value in (
             ("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights), ("ffn.y", y)
         ):  # fmt: skip
-            step.note(name, value)
+            step.note(name, value.reshape(*x.shape[:-1], -1))
         return y

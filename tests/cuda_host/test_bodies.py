@@ -132,12 +132,15 @@ def test_experts(traced, formats, rows):
     E, K, F, C = 5, 3, 256, 256
     gate, up = (random_planes(rng, formats[0], E, F, C) for _ in range(2))
     planes = random_planes(rng, formats[1], E, C, F)
-    x, shared = rows_of(rows, C), rows_of(rows, C, 1)
+    x, shared = rows_of(rows, C), (rows_of(rows, 640, 1), ("Q8_0", random_planes(rng, "Q8_0", C, 640)))
     chosen = mx.array(np.sort(np.argsort(rng.random((rows, E)), axis=1)[:, :K], axis=1).astype(np.int32))
     weights = mx.array(rng.random((rows, K), dtype=np.float32))
     order = mx.array(np.argsort(np.array(chosen).reshape(-1), kind="stable").astype(np.int32))
     counts = np.bincount(np.array(chosen).reshape(-1), minlength=E)
     plan = (order, mx.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)))
+
+    def product(x, format, planes):
+        return run(lambda: _quant_cuda.dense(x, format, planes, groups=1, out_dtype=mx.bfloat16))
 
     def both(few: bool):
         lists = None if few else plan
@@ -145,7 +148,7 @@ def test_experts(traced, formats, rows):
         if few:
             return a, run(lambda: _quant_cuda.down_few(a, formats[1], planes, chosen, shared))
         y = run(lambda: _quant_cuda.down_many(a, formats[1], planes, plan))
-        return a, expert_matmul._sum(y, shared)
+        return a, expert_matmul._sum(y, shared, product)
 
     reference = expert_matmul.expert_swiglu_ref(x, (formats[0], gate), (formats[0], up), chosen, weights, limit=10.0)
     many = both(few=False)
@@ -155,6 +158,30 @@ def test_experts(traced, formats, rows):
     if rows <= 8:
         for got, same in zip(both(few=True), many, strict=True):
             assert mx.array_equal(got, same)
+        ready = product(shared[0], *shared[1])  # for a weight that tensor cores do not take
+        added = run(lambda: _quant_cuda.down_few(many[0], formats[1], planes, chosen, ready))
+        assert mx.array_equal(added, many[1])
+
+
+@pytest.mark.parametrize("formats", [("Q8_0", "Q8_0", "F32"), ("IQ2_XXS", "MXFP4", "Q8_0"), ("FP8", "FP8", "F16")])
+def test_first_half_of_the_feed_forward_part(traced, formats):
+    """Same bits as the products alone and the SwiGLU of the portable text; one row alone as among eight."""
+    rng = np.random.default_rng(6)
+    C, F, E = 1024, 64, 24
+    gate, up, router = ((f, random_planes(rng, f, n, C)) for f, n in zip(formats, (F, F, E), strict=True))
+    x, r = rows_of(8, C), rows_of(8, C, 1)
+    half = functools.partial(_quant_group_cuda.shared_swiglu, gate=gate, up=up, router=router, limit=0.5)
+    logits, a = run_all(lambda: half(x, router_x=r))
+    g, u = (run(lambda w=w: _quant_cuda.dense(x, *w, groups=1, out_dtype=mx.bfloat16)) for w in (gate, up))
+    g, u = mx.minimum(g.astype(mx.float32), 0.5), mx.clip(u.astype(mx.float32), -0.5, 0.5)
+    assert (
+        compare(a, (g * (1 / (1 + mx.exp(-g))) * u).astype(mx.bfloat16), 0.0)[0] is None
+    )  # the exponential's last bit
+    want = run_all(lambda: _quant_group_cuda.together(r, [router, router], [mx.float32] * 2))[0]
+    assert mx.array_equal(logits, want)
+    assert compare(logits, quant_matmul.quant_matmul_ref(r, *router, out_dtype=mx.float32), 1e-5)[0] is None
+    alone = run_all(lambda: half(x[5:6], router_x=r[5:6]))
+    assert mx.array_equal(alone[0], logits[5:6]) and mx.array_equal(alone[1], a[5:6])
 
 
 SMALL = [case for module in (index_score, sparse_attention) for case in module.cases() if not case.large]

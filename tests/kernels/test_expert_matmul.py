@@ -32,12 +32,13 @@ def gate_up_down(*formats: str):
 
 
 def rows_of(N: int, K: int, seed: int = 1):
-    """x, a, shared, chosen and weights; chosen is distinct and ascending in a row."""
+    """x, a, the shared expert's a and matrix, chosen and weights; chosen is distinct and ascending in a row."""
     rng = np.random.default_rng(seed)
-    x, a, shared = (
+    x, a, s = (
         mx.array(rng.standard_normal(shape).astype(np.float32)).astype(mx.bfloat16)
-        for shape in ((N, C), (N, K, F), (N, C))
+        for shape in ((N, C), (N, K, F), (N, F))
     )
+    shared = (s, weights_of("Q8_0", C, F, seed=9))
     chosen = np.sort(np.argsort(rng.random((N, E)), axis=1)[:, :K], axis=1)
     return x, a, shared, mx.array(chosen.astype(np.int32)), mx.array(rng.random((N, K), dtype=np.float32))
 
@@ -80,7 +81,8 @@ def test_against_float64(formats, N, K, mode):
     parts = rounded(np.einsum("nkf,nkcf->nkc", float64(a), values(down)[index])).sum(1)
     assert first.shape == (N, K, F) and second.shape == alone.shape == (N, C)
     # A product that float32 rounds to the other side is a unit in the last place of bfloat16, rarely.
-    for got, exact in ((first, want), (second, parts + float64(shared)), (alone, parts)):
+    last = rounded(float64(shared[0]) @ values(shared[1]).T)
+    for got, exact in ((first, want), (second, parts + last), (alone, parts)):
         apart = np.abs(float64(got) - exact)
         assert np.all(apart <= 2.0**-6 * np.abs(exact).max())
         assert np.mean(apart <= 2.0**-8 * np.abs(exact) + 1e-30) >= 0.98
@@ -103,7 +105,7 @@ def test_a_row_does_not_depend_on_its_neighbours(monkeypatch):
     """The same bits alone and among eight rows that share experts, whatever each simdgroup takes."""
     gate, up, down = gate_up_down("Q8_0", "MXFP4", "Q8_0")
     x, a, shared, chosen, weights = rows_of(8, 3)
-    x[2], a[2], shared[2] = 0, 0, 0
+    x[2], a[2], shared[0][2] = 0, 0, 0
     chosen[4:] = chosen[4]  # one expert with five rows or more, others with one
     with emulate():
         for most in (1, 2):
@@ -113,7 +115,7 @@ def test_a_row_does_not_depend_on_its_neighbours(monkeypatch):
             for i in range(8):
                 row = slice(i, i + 1)
                 assert same_bits(expert_swiglu(x[row], gate, up, chosen[row], weights[row], limit=LIMIT), first[row])
-                assert same_bits(expert_down(a[row], down, chosen[row], shared[row]), second[row])
+                assert same_bits(expert_down(a[row], down, chosen[row], (shared[0][row], shared[1])), second[row])
     assert mx.all(first[2] == 0) and mx.all(second[2] == 0) and not mx.any(mx.all(first[3:] == 0, axis=-1))
 
 
@@ -135,6 +137,20 @@ def test_a_shared_expert_is_read_once_and_others_never():
             assert planes.distinct_read == planes.size * 2 // E
             reads.append(planes.read)
     assert reads == [E_BYTES := 2 * F * C, E_BYTES, E_BYTES, E_BYTES]
+
+
+@needs_emulator
+@pytest.mark.parametrize("N", [1, 3, 8])
+def test_the_shared_expert_is_one_expert_more(N):
+    """The same bits as an expert with the highest number that every row chooses; and in one launch."""
+    down = weights_of("Q8_0", E, C, F)
+    _, a, (s, weight), chosen, _ = rows_of(N, 3)
+    more = ("Q8_0", {name: mx.concatenate([plane, weight[1][name][None]]) for name, plane in down[1].items()})
+    all_chosen = mx.concatenate([chosen, mx.full((N, 1), E, dtype=mx.int32)], axis=1)
+    with use_kernels("emulate"), count_launches() as launches:
+        got = expert_down(a, down, chosen, (s, weight))
+        want = expert_down(mx.concatenate([a, s[:, None]], axis=1), more, all_chosen)
+    assert same_bits(got, want) and launches == {"expert_down": 2}
 
 
 @needs_emulator
@@ -174,7 +190,8 @@ def test_which_kernels_are_launched():
             expert_down(a, down, choice, shared)
             with disable("expert_matmul"):
                 expert_down(a, down, choice, shared)
-        assert launches == {f"expert_gate_up{suffix}": 1, f"expert_down{suffix}": 1}
+        products = {"quant_tile": 1} if suffix else {}  # of many rows, the shared expert's is one of its own
+        assert launches == {f"expert_gate_up{suffix}": 1, f"expert_down{suffix}": 1} | products
     # Nothing of a decoding step runs beside the two launches.
     x, a, shared, choice, weights = rows_of(2, 6)
 
@@ -198,7 +215,7 @@ def test_the_reference_keeps_one_expert_alive(monkeypatch):
     monkeypatch.setattr(expert_matmul, "_GATHERED_PAIRS", 0)
     single = expert_swiglu_ref(x, gate, up, chosen, weights, limit=LIMIT), expert_down_ref(a, down, chosen, shared)
     assert all(mx.allclose(a, b, rtol=2.0**-7) for a, b in zip(gathered, single, strict=True))
-    assert set(seen) == {2} and len(seen) == 3 * np.unique(np.array(chosen)).size
+    assert set(seen) == {2} and len(seen) == 3 * np.unique(np.array(chosen)).size + 1  # the shared one's
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -243,6 +260,7 @@ MUTATIONS = [
     ),  # lanes without a pair vote
     ("down", "header", "m < count && lane ==", "lane ==", "wrong result"),  # the last row of a list again
     ("down", "source", "two > e ? two : none", "two", "out-of-bounds"),  # the same expert for ever
+    ("down", "source", "- 1ul, pairs / K", "- 1ul, MOST", "wrong result"),  # rows that are not there
 ]
 
 

@@ -31,7 +31,7 @@ CASES = {
     "compress_pending": "compress/2x3x272_at15_0",
     "index_score": "index_score/2x3x4x64_131_split99+32",
     "sparse_attention": "sparse_attention/1x96x4x64_5of9_70of30_turn_queries_split23+17",
-    "clamped_swiglu": "expert_matmul/clamped_swiglu_3x67",
+    "clamped_swiglu": "shared_expert/clamped_swiglu_3x67",
 }
 # Every barrier of those kernels.
 BARRIERS = [(k.name, i) for k in all_kernels() if k.name in CASES for i in range(k.source.count(BARRIER))]

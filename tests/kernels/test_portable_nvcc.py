@@ -207,12 +207,15 @@ def bodies_for_cuda_alone() -> None:
         for count in range(2, 6):
             dtypes = [mx.float32, mx.bfloat16] * 3
             _quant_group_cuda.together(x, group[:count], dtypes[:count])
+        for router in group[:2]:
+            _quant_group_cuda.shared_swiglu(x, group[0], group[0], x, router, 10.0)
         if format != "FP8":
             up, down = random_planes(rng, format, 3, 256, 1024), random_planes(rng, format, 3, 1024, 256)
             a = mx.zeros((3, 2, 256), dtype=mx.bfloat16)
             for pairs in (None, plan):
                 _quant_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, pairs)
-            _quant_cuda.down_few(a, format, down, chosen, x)
+            for shared in (None, x, (x, (format, random_planes(rng, format, 1024, 1024)))):
+                _quant_cuda.down_few(a, format, down, chosen, shared)
             _quant_cuda.down_many(a, format, down, plan)
 
 

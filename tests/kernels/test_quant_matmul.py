@@ -229,7 +229,7 @@ def test_offsets_of_the_largest_weights():
     header = _octet.OCTET_HEADER
     for index in re.findall(r"(?:scales|supers|codes\))\[(.*?)\][;)\s]", header):
         assert "ul" in index or re.fullmatch(r"here|block32|block256|octet_index\(.*\)", index), index
-    sources = quant_matmul.ROWS_HEADER + quant_matmul._TILE_SOURCE
+    sources = _octet.ROWS_HEADER + quant_matmul._TILE_SOURCE
     assert "ulong(g) * ulong(outputs)" in sources and not re.search(r"(?<!\()\bg \* outputs", sources)
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from mlx_ds4.custom_kernels.compress import pool_pairs
 from mlx_ds4.custom_kernels.engram import engram_gate
-from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4, fake_quant_fp4_e4m3, fake_quant_fp8
 from mlx_ds4.custom_kernels.hyper_connection import collapse, expand, site, split_ref, spread_ref
 from mlx_ds4.custom_kernels.index_score import index_scores
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope, rope_frequencies, rope_table
 from mlx_ds4.custom_kernels.router import route, router_scores
+from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 from mlx_ds4.model.linear import BlockWeight, Linear
 from tests.golden_tools import assert_close_to_largest, assert_equal, assert_one_ulp, golden, row_error
