@@ -17,7 +17,6 @@ from mlx_ds4.api import shipped_model
 from mlx_ds4.cache import Cache
 from mlx_ds4.custom_kernels._count import count_primitives, format_table
 from mlx_ds4.custom_kernels._kernel import use_kernels
-from mlx_ds4.custom_kernels.hyper_connection import collapse
 from mlx_ds4.loader import load_model
 from mlx_ds4.model.model import Model
 from mlx_ds4.model.step import Step
@@ -57,7 +56,7 @@ def table(model: Model, rows: int) -> str:
             return [*out, *twin[index].state]
 
         counts.append((kind, times, count_primitives(run, h, pre, records)))
-    head = count_primitives(lambda h, pre: model.head(model.norm(collapse(h, pre))), h, pre)
+    head = count_primitives(lambda h, pre: model.logits(h, pre, False), h, pre)
     tokens = mx.zeros((1, rows), dtype=mx.int32)
     counts.append(("embedding and head", 1, head + count_primitives(model.embed, tokens)))
     return format_table(counts)

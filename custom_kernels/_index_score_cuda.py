@@ -70,8 +70,8 @@ SOURCE = """
           #pragma unroll
           for (int i = 0; i < 4; i++) product(dots[i], a, b, k[i][c]);
         }
-        const float of_low = low < heads ? (float)weights[query + low] : 0.f;
-        const float of_high = high < heads ? (float)weights[query + high] : 0.f;
+        const float of_low = low < heads ? (float)__float2bfloat16((float)weights[query + low] * factor[0]) : 0.f;
+        const float of_high = high < heads ? (float)__float2bfloat16((float)weights[query + high] * factor[0]) : 0.f;
         #pragma unroll
         for (int i = 0; i < 4; i++) {
           #pragma unroll

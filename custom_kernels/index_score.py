@@ -23,7 +23,7 @@ import numpy as np
 
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, enabled, floats
 from ._rows import Rows, SplitRows, after, end, gather, part, rows_fault
 
 # Elements of the [rows, heads, keys] block that the reference computes at a time: bounds memory at any length.
@@ -106,7 +106,7 @@ _INDEX_SCORE_SOURCE = """
                 uint channel = fragment / 4u * 32u + c / 2u * 8u + fragment % 4u * 2u + c % 2u;
                 queries[i] = head < heads ? float(q[(query + ulong(head)) * ulong(D) + ulong(channel)]) : 0.0f;
             }
-            if (t < uint(HEADS)) head_weights[t] = t < heads ? float(weights[query + ulong(t)]) : 0.0f;
+            if (t < uint(HEADS)) head_weights[t] = t < heads ? float(bfloat16_t(float(weights[query + ulong(t)]) * factor[0])) : 0.0f;
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         if (BLOCK > 0 || int(column0) < bound) {  // the same for the whole simdgroup
@@ -146,7 +146,7 @@ _INDEX_SCORE_SOURCE = """
 
 _index_score_kernel = Kernel(
     "index_score",
-    ["q", "weights", "keys", "recent", "base", "visible", "blocks"],
+    ["q", "weights", "keys", "recent", "base", "visible", "blocks", "factor"],
     ["scores"],
     _INDEX_SCORE_SOURCE,
     cuda_source=_index_score_cuda.SOURCE,
@@ -164,6 +164,7 @@ def index_scores(
     blocks: mx.array | None = None,
     *,
     block_size: int = 0,
+    factor: float = 1.0,
     bf16: bool = False,
 ) -> mx.array:
     """Masked scores of every key, or of the entries of each row's listed blocks.
@@ -175,6 +176,8 @@ def index_scores(
 
     With `blocks` int32 [B, L, nb] (-1: none) and `block_size`: float32 [B, L, nb * block_size], the scores of the
     entries blocks[..] * block_size + 0 .. block_size - 1, -inf in absent blocks and where hidden.
+
+    The weights are bfloat16(weights * factor).
 
     Raises ValueError when the shapes do not fit each other.
     """
@@ -197,13 +200,13 @@ def index_scores(
         visible = mx.full((L,), S, dtype=mx.int32)
     width = S if blocks is None else blocks.shape[-1] * block_size
     if not _fits_kernel(q, keys, width) or bf16 or not enabled("index_score"):
-        return index_scores_ref(q, weights, keys, visible, blocks, block_size=block_size, bf16=bf16)
+        return index_scores_ref(q, weights, keys, visible, blocks, block_size=block_size, factor=factor, bf16=bf16)
     rows = _ROWS if blocks is None else 1
     visible = visible.astype(mx.int32)
     split = isinstance(keys, SplitRows)
     old, recent, base = keys if split else (keys, keys, visible)
     return _index_score_kernel(
-        inputs=[q, weights, old, recent, base, visible, _no_blocks() if blocks is None else blocks],
+        inputs=[q, weights, old, recent, base, visible, _no_blocks() if blocks is None else blocks, floats(factor)],
         template=[
             *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", split)],
             ("BLOCK", 0 if blocks is None else block_size),
@@ -224,7 +227,7 @@ def _fits_kernel(q: mx.array, keys: Rows, width: int) -> bool:
 
 @functools.cache
 def _no_blocks() -> mx.array:
-    return mx.zeros((1, 1, 8), dtype=mx.int32)
+    return mx.array(np.zeros((1, 1, 8), dtype=np.int32))
 
 
 def index_scores_ref(
@@ -235,10 +238,12 @@ def index_scores_ref(
     blocks: mx.array | None = None,
     *,
     block_size: int = 0,
+    factor: float = 1.0,
     bf16: bool = False,
 ) -> mx.array:
     B, L, H, D = q.shape
     S = keys.shape[1]
+    weights = (weights.astype(mx.float32) * factor).astype(mx.bfloat16)
     if visible is None:
         visible = mx.full((L,), S, dtype=mx.int32)
     visible = mx.minimum(visible, end(keys))

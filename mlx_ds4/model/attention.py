@@ -44,13 +44,24 @@ class Attention(nn.Module):
         c = self._config
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
-        low_rank, kv = apply_together(x, self.wq_a, self.wkv)
+        compresses = self.compressor.projections if "compressor" in self else []
+        scores = "indexer" in self and self.indexer.scores_entries(step)
+        low_rank, kv, *rest = apply_together(
+            x, self.wq_a, self.wkv, *([self.indexer.weights_proj] if scores else []), *compresses
+        )
+        weights = rest.pop(0) if scores else None
         qr, near = self._enter(low_rank, kv, turn, step, cache)
-        q = self.wq_b(qr).reshape(B, L, c.num_attention_heads, c.head_dim)
+        q, *index_q = apply_together(qr, self.wq_b, *([self.indexer.wq_b] if scores else []))
+        q = q.reshape(B, L, c.num_attention_heads, c.head_dim)
         window = step.window_list()
         sources = [(near, mx.broadcast_to(window, (B, *window.shape)))]
         if self._ratio:
-            self._update_compressed(x, qr, step, cache)
+            if compresses:
+                self._compress(rest, step, cache)
+            if "indexer" in self:
+                self.indexer(B, step.source.index_keys.split, step, *index_q, weights=weights)
+                if step.selection is not None:
+                    step.note("topk", step.selection)
             if step.selection is not None:
                 sources.append((step.source.compressed.split, step.selection))
         o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn, turn_queries=True)
@@ -76,20 +87,15 @@ class Attention(nn.Module):
         rows = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=eps)
         return self.q_norm(low_rank), cache.extend(rows, step.start)
 
-    def _update_compressed(self, x: mx.array, qr: mx.array, step: Step, cache: LayerCache) -> None:
-        """New entries and index keys of an owner, then the selection of an index source."""
-        if "compressor" in self:
-            latent = self.compressor(x, step, cache)
-            step.source = cache
-            step.note("latent", latent)
-            if latent.shape[1]:
-                turn = step.group_rotation(self._ratio)
-                keep(cache.index_keys, self.indexer.wk(latent), turn, "fp4", step, self.indexer.k_norm)
-                keep(cache.compressed, latent, turn, "fp4_e4m3", step)
-        if "indexer" in self:
-            self.indexer(x, qr, step.source.index_keys.split, step)
-            if step.selection is not None:
-                step.note("topk", step.selection)
+    def _compress(self, products: list[mx.array], step: Step, cache: LayerCache) -> None:
+        """New entries and index keys of an owner."""
+        latent = self.compressor(step, cache, *products)
+        step.source = cache
+        step.note("latent", latent)
+        if latent.shape[1]:
+            turn = step.group_rotation(self._ratio)
+            keep(cache.index_keys, self.indexer.wk(latent), turn, "fp4", step, self.indexer.k_norm)
+            keep(cache.compressed, latent, turn, "fp4_e4m3", step)
 
 
 def keep(rows: GrowingRows, x: mx.array, turn: Rotation, kind: str, step: Step, norm: RMSNorm | None = None) -> None:

@@ -30,12 +30,15 @@ class Compressor(nn.Module):
             self.wgate = Linear(config.hidden_size, config.head_dim, out_dtype=mx.float32)
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, step: Step, cache: LayerCache) -> mx.array:
-        """x [B, L, C] -> bfloat16 [B, completed entries, D]."""
-        values = self.wkv(x)
+    @property
+    def projections(self) -> list[Linear]:
+        """The layers whose products `__call__` takes."""
+        return [self.wkv] if self._ratio == 1 else [self.wkv, self.wgate]
+
+    def __call__(self, step: Step, cache: LayerCache, values: mx.array, gates: mx.array | None = None) -> mx.array:
+        """The products [B, L, D] of this step -> bfloat16 [B, completed entries, D]."""
         if self._ratio == 1:
             return self.norm(values)
-        gates = self.wgate(x)
         entries = step.entries(2)
         if step.short:
             weight, eps = self.norm.weight, self.norm.eps

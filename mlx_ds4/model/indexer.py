@@ -40,16 +40,20 @@ class Indexer(nn.Module):
             self.wk = Linear(config.head_dim, width)
             self.k_norm = RMSNorm(width, config.rms_norm_eps)
 
-    def queries(self, x: mx.array, qr: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        """Index queries [B, L, heads, width] and head weights [B, L, heads], bfloat16."""
-        c = self._config
-        q = self.wq_b(qr).reshape(*qr.shape[:2], c.index_n_heads, c.index_head_dim)
-        q = cache_entry(q, *step.rotation(self._ratio), "fp4")
-        scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-        return q, (self.weights_proj(x).astype(mx.float32) * scale).astype(mx.bfloat16)
+    def scores_entries(self, step: Step) -> bool:
+        """Whether this step needs scores, and so queries: not where every entry is listed anyway."""
+        return step.reach(self._ratio) > Reach.ALL
 
-    def __call__(self, x: mx.array, qr: mx.array, keys: SplitRows, step: Step) -> None:
-        """Publishes `step.selection` (and, in the candidate source, `step.candidates`)."""
+    def queries(self, q: mx.array, step: Step) -> mx.array:
+        """Index queries bfloat16 [B, L, heads, width] from the product of `wq_b`: rotated and rounded."""
+        q = q.reshape(*q.shape[:2], self._config.index_n_heads, self._config.index_head_dim)
+        return cache_entry(q, *step.rotation(self._ratio), "fp4")
+
+    def __call__(
+        self, batch: int, keys: SplitRows, step: Step, q: mx.array | None = None, weights: mx.array | None = None
+    ) -> None:
+        """Publishes `step.selection` (and, in the candidate source, `step.candidates`), from the index keys and, where
+        `scores_entries`, the products of `wq_b` and `weights_proj`."""
         c = self._config
         reach = step.reach(self._ratio)
         visible = step.visible(self._ratio)
@@ -57,13 +61,13 @@ class Indexer(nn.Module):
         if self._publishes and not bounded:
             step.candidates = None  # few enough blocks: every one is a candidate
         if reach <= Reach.ALL:
-            step.selection = None if reach == Reach.NONE else _listed(visible, c.index_topk, x.shape[0])
+            step.selection = None if reach == Reach.NONE else _listed(visible, c.index_topk, batch)
             return
-        q, weights = self.queries(x, qr, step)
+        q = self.queries(q, step)
         candidates = step.candidates if self._restricted else None
         size = c.candidate_block_size
         width = keys.shape[1] if candidates is None else candidates.shape[-1] * size
-        tile = max(1, _TILE_SCORES // (x.shape[0] * width))
+        tile = max(1, _TILE_SCORES // (batch * width))
         selections, blocks = [], []
         for start in range(0, step.length, tile):
             rows = slice(start, start + tile)
@@ -81,9 +85,13 @@ class Indexer(nn.Module):
     def scores(
         self, q: mx.array, weights: mx.array, keys: Rows, visible: mx.array, candidates: mx.array | None
     ) -> mx.array:
-        """Scores float32 [B, L, S], -inf where hidden; or [B, L, n] of the entries of the candidate blocks only."""
-        size = self._config.candidate_block_size
-        return index_scores(q, weights, keys, visible, candidates, block_size=size, bf16=self.bf16_scores)
+        """From queries and raw head weights: scores float32 [B, L, S], -inf where hidden; or [B, L, n] of the entries of the candidate blocks only."""
+        c = self._config
+        factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+        return index_scores(
+            q, weights, keys, visible, candidates,
+            block_size=c.candidate_block_size, factor=factor, bf16=self.bf16_scores,
+        )  # fmt: skip
 
 
 def _listed(visible: mx.array, k: int, batch: int) -> mx.array:

@@ -184,10 +184,12 @@ def test_index_scores(replays, which):
             want = replay.want(phase, layer, "idx.score")
             attn, ratio = replay.model.layers[layer].attn, config.ratio(layer)
             x, qr = replay.got(phase, layer, "attn.x")[None], replay.got(phase, layer, "attn.qr")[None]
-            q, weights = attn.indexer.queries(x, qr, Step(config, start, length))
+            q = attn.indexer.queries(attn.indexer.wq_b(qr), Step(config, start, length))
+            weights = attn.indexer.weights_proj(x)
             if replay.want(phase, layer, "idx.q") is not None:
                 assert equal_share(q[0], replay.want(phase, layer, "idx.q")) >= 0.98
-                assert_one_ulp(weights[0], replay.want(phase, layer, "idx.w"), share=0.98)
+                scaled = weights.astype(mx.float32) * (config.index_head_dim * config.index_n_heads) ** -0.5
+                assert_one_ulp(scaled.astype(mx.bfloat16)[0], replay.want(phase, layer, "idx.w"), share=0.98)
             keys = replay.got(phase, config.kv_source(layer), "ikey")[None]
             visible = mx.array((np.arange(start, start + length) + 1) // ratio)
             candidates = None

@@ -35,11 +35,12 @@ def test_selection_of_many_rows_over_a_long_context(nano, monkeypatch):
         keys.append(mx.array(draw).astype(mx.bfloat16))
         x = mx.array(rng.standard_normal((1, rows, config.hidden_size)).astype(np.float32)).astype(mx.bfloat16)
         qr = x[..., : config.q_lora_rank]
-        mx.eval(keys.split, x, qr)
+        q, weights = indexer.wq_b(qr), indexer.weights_proj(x)
+        mx.eval(keys.split, q, weights)
 
         def run():
             step = Step(config, entries - rows, rows)
-            indexer(x, qr, keys.split, step)
+            indexer(1, keys.split, step, q, weights)
             return [step.selection, step.candidates]
 
         return peak_of(run)

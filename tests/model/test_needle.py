@@ -35,11 +35,14 @@ from mlx_ds4.model.step import Step
 # ---- all that this file knows of the cache ---------------------------------------------------------------
 
 
-def filled_caches(config: ModelConfig, keys: mx.array, rows: mx.array) -> list[LayerCache]:
-    """Caches of all layers; the owner's holds index keys and value rows [B, S, width]. The window is empty."""
+def filled_caches(config: ModelConfig, keys: mx.array, rows: mx.array, length: int) -> list[LayerCache]:
+    """Caches of all layers before a step of `length` rows; the owner's holds index keys and value rows [B, S, width].
+    The window is empty."""
     caches = [LayerCache(config, layer) for layer in range(config.num_hidden_layers)]
     caches[0].index_keys.append(keys)
     caches[0].compressed.append(rows)
+    for cache in caches:
+        cache.begin(keys.shape[0], keys.shape[1], length)
     return caches
 
 
@@ -153,7 +156,8 @@ def queries(inputs: list[mx.array], start: int, length: int) -> tuple[dict[int, 
         q = attention.wq_b(low).reshape(1, length, CONFIG.num_attention_heads, CONFIG.head_dim)
         heads.append(np.array(rope(q, *step.rotation(1))[0].astype(mx.float32)))
         if CONFIG.owns_index(layer):
-            q, weights = attention.indexer.queries(x, low, step)
+            q = attention.indexer.queries(attention.indexer.wq_b(low), step)
+            weights = attention.indexer.weights_proj(x)
             assert (np.sign(np.array(weights.astype(mx.float32))) == SIGNS).all()
             index[layer] = np.array(q[0].astype(mx.float32))
     return index, heads
@@ -166,7 +170,7 @@ def answering(*wishes: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
 
 def retrieved(hay: Haystack, size: int, length: int) -> dict[str, np.ndarray]:
     """Needle -> whether each row that asks for it has it in its selection; then both layers' outputs depend on it."""
-    caches, trace = filled_caches(CONFIG, hay.keys, hay.rows), {}
+    caches, trace = filled_caches(CONFIG, hay.keys, hay.rows, length), {}
     step = Step(CONFIG, size, length, trace)
     selections = []
     for layer, (attention, x) in enumerate(zip(layers(), hay.inputs, strict=True)):
