@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_ds4.checkpoint import CheckpointError, model_weights, other_part
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.drafter_files import DrafterSource, drafter_settings, open_drafter
+from mlx_ds4.drafter_files import ConvertedDrafter, GGUFDrafter, ReleasedDrafter, drafter_settings, open_drafter
 from mlx_ds4.formats.atomic_file import atomic_file
 from mlx_ds4.formats.engram_spans import SpanRows, spans_to_json
 from mlx_ds4.formats.folder_layout import ENGRAM, JOURNAL, MANIFEST, SECTION, VERSION
@@ -65,7 +65,7 @@ class FolderPlan:
     """An opened source, what it holds (`stored`), and the items and files that it becomes; the same of its drafter."""
 
     source: ConvertibleSource
-    drafter_source: DrafterSource | None
+    drafter_source: GGUFDrafter | ReleasedDrafter | None
     options: Options
     stored: list[Item]
     items: list[Item]
@@ -85,14 +85,10 @@ def plan_folder(path: str | os.PathLike, options: Options, draft_model: str | os
     source = open_source(path)
     if source.kind == "mlx":
         raise ValueError(f"{path}: is a converted folder already: name the GGUF file or the official folder")
-    if (
-        draft_model is None
-        and source.kind == "official"
-        and any(other_part(name) == "drafter" for name in source.folder.tensors)
-    ):
-        draft_model = path
+    if draft_model is None and source.kind == "official":
+        draft_model = path if any(other_part(name) == "drafter" for name in source.folder.tensors) else None
     drafts = None if draft_model is None else open_drafter(draft_model, source.config)
-    if drafts is not None and drafts.kind == "mlx":
+    if isinstance(drafts, ConvertedDrafter):
         raise ValueError(
             f"{draft_model}: is a converted folder: name the DSpark GGUF or the official folder it is from"
         )

@@ -107,17 +107,15 @@ def _small_faults(opened: ConvertedSource, plan: FolderPlan) -> list[str]:
     )
     if not same:
         faults.append(f"{ENGRAM}: the constants are others than the source's")
-    wanted = table_spans(plan.source, plan.options.engram, opened.path)
     if plan.drafter_source:
-        settings = [
-            drafter_settings(drafter.config)
-            for drafter in (open_drafter(opened.path, opened.config), plan.drafter_source)
-        ]
+        own = drafter_settings(open_drafter(opened.path, opened.config).config)
+        theirs = drafter_settings(plan.drafter_source.config)
         faults += [
-            f"the drafter: its {name} is {settings[0][name]}, the source's is {value}"
-            for name, value in settings[1].items()
-            if settings[0][name] != value
+            f"the drafter: its {name} is {own[name]}, the source's is {theirs[name]}"
+            for name in own
+            if own[name] != theirs[name]
         ]
+    wanted = table_spans(plan.source, plan.options.engram, opened.path)
     for (weight, spans, _), want in zip(opened.tables(), wanted, strict=True):
         if [(s.offset, s.width, s.size, s.header_sha256) for s in spans] != [
             (s.offset, s.width, s.size, s.header_sha256) for s in want

@@ -89,6 +89,15 @@ def test_a_named_drafter_takes_the_place_of_the_releases_own(tmp_path, dspark):
     assert drafter["formats"]["mtp.1.attn.wq_a.weight"] == "Q8_0" and drafter["source"]["kind"] == "gguf"
 
 
+def test_quantizing_the_model_leaves_the_drafter(tmp_path, nano_gguf, dspark):
+    convert_to_folder(nano_gguf, tmp_path / "a", draft_model=dspark)
+    convert_to_folder(nano_gguf, tmp_path / "b", Options(quantize="Q8_0"), draft_model=dspark)
+    sums = [json.loads((tmp_path / name / "manifest.json").read_text())["tensors"] for name in "ab"]
+    drafts = [{name: entry["sha256"] for name, entry in s.items() if name.startswith("mtp.")} for s in sums]
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 70
+    assert "layers.3.attn.wkv.weight.scales" in sums[1] and "layers.3.attn.wkv.weight.scales" not in sums[0]
+
+
 def test_the_commands(tmp_path, capsys, nano_gguf, dspark):
     args = ["--gguf", str(nano_gguf), "--draft-model", str(dspark), "--mlx-path", str(tmp_path / "out")]
     assert main([*args, "--dry-run"]) == 0 and not (tmp_path / "out").exists()
