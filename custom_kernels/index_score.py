@@ -224,7 +224,7 @@ def _fits_kernel(q: mx.array, keys: Rows, width: int) -> bool:
 
 @functools.cache
 def _no_blocks() -> mx.array:
-    return mx.zeros((1, 1, 8), dtype=mx.int32)
+    return mx.array(np.zeros((1, 1, 8), np.int32))  # data: mx.zeros would be a launch of each compiled graph
 
 
 def index_scores_ref(
