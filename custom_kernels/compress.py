@@ -143,9 +143,7 @@ def compress(
     kernel = _compress_kernel if entries else _pending_kernel
     fresh, *latents = kernel(
         inputs=[values, gates, pending, start, *([weight, floats(eps)] if entries else [])],
-        template=[
-            *[("D", D), ("SG", simdgroups), ("VALUES", -(-D // (32 * simdgroups))), ("ENTRIES", entries)],
-        ],
+        template=[("D", D), ("SG", simdgroups), ("VALUES", -(-D // (32 * simdgroups))), ("ENTRIES", entries)],
         grid=((B * entries + copies) * 32 * simdgroups, 1, 1),
         threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[pending.shape, *([(B, entries, D)] if entries else [])],

@@ -106,7 +106,10 @@ _INDEX_SCORE_SOURCE = """
                 uint channel = fragment / 4u * 32u + c / 2u * 8u + fragment % 4u * 2u + c % 2u;
                 queries[i] = head < heads ? float(q[(query + ulong(head)) * ulong(D) + ulong(channel)]) : 0.0f;
             }
-            if (t < uint(HEADS)) head_weights[t] = t < heads ? float(bfloat16_t(float(weights[query + ulong(t)]) * factor[0])) : 0.0f;
+            if (t < uint(HEADS)) {
+                float w = t < heads ? float(weights[query + ulong(t)]) : 0.0f;
+                head_weights[t] = float(bfloat16_t(w * factor[0]));
+            }
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         if (BLOCK > 0 || int(column0) < bound) {  // the same for the whole simdgroup
@@ -227,7 +230,7 @@ def _fits_kernel(q: mx.array, keys: Rows, width: int) -> bool:
 
 @functools.cache
 def _no_blocks() -> mx.array:
-    return mx.array(np.zeros((1, 1, 8), dtype=np.int32))
+    return mx.array(np.zeros((1, 1, 8), np.int32))  # data: mx.zeros would be a launch of each compiled graph
 
 
 def index_scores_ref(

@@ -294,7 +294,8 @@ def _select(
 @functools.cache
 def _nothing() -> tuple[mx.array, mx.array]:
     """What the kernel gets where it reads no list or no bounds."""
-    return mx.array(np.zeros((1, 8), dtype=np.int32)), mx.array(np.zeros(8, dtype=np.int32))
+    # data: mx.zeros would be a launch of each compiled graph
+    return mx.array(np.zeros((1, 8), np.int32)), mx.array(np.zeros(8, np.int32))
 
 
 def top_k_ref(scores: mx.array, k: int, blocks: mx.array | None = None, *, block_size: int = 0) -> mx.array:

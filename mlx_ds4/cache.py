@@ -22,7 +22,6 @@ from mlx_ds4.custom_kernels.compress import PENDING
 REWIND = 8
 # Rows of the part of a growing cache that a step rewrites; half of them move to the old part when it is full.
 RECENT = 512
-_FIRST_CAPACITY = 256
 _CAPACITY_STEP = 8192
 
 
@@ -47,7 +46,7 @@ class GrowingRows:
     def begin(self, batch: int, count: int) -> None:
         """Before a step of `count` new rows: makes the arrays, and room in `recent` if a short step needs it."""
         if self.recent is None:
-            self.old = mx.zeros((batch, _FIRST_CAPACITY, self._width), dtype=mx.bfloat16)
+            self.old = mx.zeros((batch, _capacity(1), self._width), dtype=mx.bfloat16)
             self.recent = mx.zeros((batch, RECENT, self._width), dtype=mx.bfloat16)
         if count <= REWIND and self.length - self.base + count > RECENT:
             self._move(self.recent[:, : self.length - self.base], self.length)
@@ -315,6 +314,9 @@ class Cache:
 
 
 def _capacity(rows: int) -> int:
-    if rows > _CAPACITY_STEP:
-        return -(-rows // _CAPACITY_STEP) * _CAPACITY_STEP
-    return max(_FIRST_CAPACITY, 1 << (rows - 1).bit_length())
+    """Rows of an old part that holds so many: with the recent part a power of two, then whole steps, which is what a
+    row of scores is wide (top-k takes 16,384 in one launch)."""
+    wide = rows + RECENT
+    if wide > _CAPACITY_STEP:
+        return -(-wide // _CAPACITY_STEP) * _CAPACITY_STEP - RECENT
+    return (1 << (wide - 1).bit_length()) - RECENT

@@ -85,7 +85,8 @@ class Indexer(nn.Module):
     def scores(
         self, q: mx.array, weights: mx.array, keys: Rows, visible: mx.array, candidates: mx.array | None
     ) -> mx.array:
-        """From queries and raw head weights: scores float32 [B, L, S], -inf where hidden; or [B, L, n] of the entries of the candidate blocks only."""
+        """From queries and raw head weights: scores float32 [B, L, S], -inf where hidden;
+        or [B, L, n] of the entries of the candidate blocks only."""
         c = self._config
         factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         return index_scores(

@@ -40,16 +40,19 @@ class StepShape:
     def of(cls, config: ModelConfig, start: int, length: int) -> StepShape:
         ratios = range(1, max(config.compress_ratios, default=0) + 1)
         ends = [(start // r, (start + length) // r) for r in ratios]
-        return cls(length, tuple(b - a for a, b in ends), tuple(_reach(config, b) for _, b in ends))
+        reach = tuple(_reach(config, r, b) for r, (_, b) in zip(ratios, ends, strict=True))
+        return cls(length, tuple(b - a for a, b in ends), reach)
 
 
-def _reach(config: ModelConfig, total: int) -> Reach:
+def _reach(config: ModelConfig, ratio: int, total: int) -> Reach:
     if total == 0:
         return Reach.NONE
     if total <= config.index_topk:
         return Reach.ALL
+    source = config.candidate_source_layer_id
+    listed = 0 <= source < config.num_hidden_layers and config.ratio(source) == ratio
     many = -(-total // config.candidate_block_size) > config.candidate_topk_blocks
-    return Reach.BLOCKS if many else Reach.TOP
+    return Reach.BLOCKS if listed and many else Reach.TOP
 
 
 class Step:
