@@ -12,8 +12,8 @@ from tests.golden_tools import golden, row_cosine, row_error
 STEPS = 3
 # Families that the emulated run must have gone through.
 USED = {
-    *("rms_norm", "rope", "fake_quant", "hyper_connection", "router", "expert_matmul", "quant_matmul"),
-    *("topk", "index_score", "sparse_attention", "engram", "cache_entry", "shared_expert"),
+    *("rms_norm", "fake_quant", "hyper_connection", "router", "expert_matmul", "quant_matmul"),
+    *("topk", "index_score", "sparse_attention", "engram", "cache_entry", "compress", "shared_expert"),
 }
 
 
