@@ -44,9 +44,9 @@ MUTATIONS = [
     ("hyper_connection_site", "row0 + r < rows ?", "true ?", "out-of-bounds"),  # rows beyond the last
     ("hyper_connection_site", "output0 + o < uint(O) ?", "true ?", "out-of-bounds"),
     ("hyper_connection_site", "c < uint(C);", "c < uint(C) + 32u;", "out-of-bounds"),
-    ("hyper_connection_expand", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
+    ("hyper_connection_expand", "if (lane < outputs) m +=", "m +=", "out-of-bounds"),  # lanes without an output
     ("hyper_connection_expand", "c < uint(C);", "c < uint(C) + 256u;", "race"),
-    ("hyper_connection_expand", "if (group == 0) comb", "comb", "race"),
+    ("hyper_connection_expand", "group == 0 && t", "t", "race"),
     ("hyper_connection_expand", "i < ITERS", "i < 2", "wrong result"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
     ("cache_entry", "t + 2u * uint(P) >= uint(D)", "t + 2u * uint(P) > uint(D)", "wrong result"),
