@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import _portable
 
@@ -182,10 +183,22 @@ def watch_launches(callback: Callable[[Launch], None]) -> Iterator[None]:
         _watchers.remove(callback)
 
 
+# Constants of an op as inputs: the same array for the same values, so that it is made once. They are made from values
+# of the host, which costs no launch and gives an array without history. One that an operation makes while mx.compile
+# traces (mx.zeros too) is part of that function and made again with each call; made from the function's inputs, it is
+# lost to everyone else.
+
+
 @functools.lru_cache(maxsize=64)
 def floats(*values: float) -> mx.array:
-    """Constants of an op as an input, float32: the same array for the same values, so that it is made once."""
+    """These numbers as float32."""
     return mx.array(values, dtype=mx.float32)
+
+
+@functools.lru_cache(maxsize=64)
+def blank(*shape: int) -> mx.array:
+    """int32 zeros of this shape: what a kernel gets for an input that it will not read."""
+    return mx.array(np.zeros(shape, dtype=np.int32))
 
 
 # --- one kernel ---------------------------------------------------------------------------------------------

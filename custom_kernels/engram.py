@@ -1,4 +1,6 @@
-"""Engram gate: how much of a looked-up n-gram value each residual stream takes in.
+"""Engram: table records as values, and how much of a looked-up n-gram value each residual stream takes in.
+
+    e[32 b + i] = e4m3(code 32 b + i) 2^(scale b - 127)                         exact in bfloat16
 
     dot_m = sum_c h_m[c] q_m[c] k_m[c] key_m[c] * rsqrt(mean h_m^2 + eps) * rsqrt(mean key_m^2 + eps) * C^-0.5
     g_m   = sigmoid(copysign(sqrt(max(|dot_m|, 1e-6)), dot_m));   h_m <- h_m + g_m value
@@ -6,8 +8,9 @@
 float32 inside, statistics per stream, one rounding to bfloat16 (architecture notes 9.6). A row's result does not depend
 on the rows beside it.
 
-Kernel, within tolerance (the order of the sums differs): one launch instead of about 30. Bytes: h twice (the second
-time from cache), keys, value and weights once, h out.
+Kernels: `engram_embedding`, one launch instead of four; values below 2^-126 in size may be flushed to zero. Bytes: a
+record once, 2 a value out. `engram_update`, within tolerance (the order of the sums differs): one launch instead of
+about 30. Bytes: h twice (the second time from cache), keys, value and weights once, h out.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
+from mlx_ds4.formats.planes import dequantize_engram_rows
+
 from ._case import Case
 from ._kernel import Kernel, enabled, floats
+from ._octet import numbers
 
 _THREADS = 256
 
@@ -70,6 +76,25 @@ _ENGRAM_SOURCE = """
         y[at + c] = bfloat16_t(float(h[at + c]) + gate * float(kv[value_at + c]));
 """
 
+_EMBEDDING_SOURCE = """
+    // A thread owns one value: code c of a record (D codes, D / 32 scales). sizes: values in all. The bits of an e4m3
+    // code are those of a half with a smaller exponent bias: 2^8 makes up for it.
+    uint at = thread_position_in_grid.x;
+    if (at < sizes[0]) {
+        ulong record = ulong(at / uint(D)) * ulong(D + D / 32);
+        uint c = at % uint(D);
+        uint code = uint(records[record + ulong(c)]);
+        uint scale = uint(records[record + ulong(D) + ulong(c / 32u)]);
+        float v = float(as_type<half>(ushort(((code & 127u) << 7) | ((code & 128u) << 8)))) * 256.0f;
+        if ((code & 127u) == 127u) v = as_type<float>(0x7fc00000u);
+        e[at] = bfloat16_t(v * as_type<float>(scale << 23));
+    }
+"""
+
+_embedding_kernel = Kernel(
+    "engram_embedding", ["records", "sizes"], ["e"], _EMBEDDING_SOURCE, exact=False, family="engram"
+)
+
 _engram_kernel = Kernel(
     "engram_update",
     ["h", "kv", "q_weight", "k_weight", "eps"],
@@ -78,6 +103,35 @@ _engram_kernel = Kernel(
     exact=False,
     family="engram",
 )
+
+
+def engram_embedding(records: mx.array) -> mx.array:
+    """Records uint8 [.., columns, D + D/32], e4m3 codes and then one scale for 32 -> bfloat16 [.., columns D].
+
+    Raises ValueError for records that are not whole blocks of 33 bytes.
+    """
+    *leading, columns, length = records.shape
+    if length % 33 or records.dtype != mx.uint8:
+        raise ValueError(
+            f"engram_embedding got records of {length} {records.dtype}, expected uint8 in multiples of 33: codes and"
+            " scales; pass rows of the table."
+        )
+    if records.size == 0 or not enabled("engram"):
+        return engram_embedding_ref(records)
+    width = length // 33 * 32
+    size = prod(leading) * columns * width
+    return _embedding_kernel(
+        inputs=[records, numbers(size)],
+        template=[("D", width)],
+        grid=(-(-size // _THREADS) * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(*leading, columns * width)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def engram_embedding_ref(records: mx.array) -> mx.array:
+    return dequantize_engram_rows(records).reshape(*records.shape[:-2], -1)
 
 
 def engram_update(h: mx.array, kv: mx.array, q_weight: mx.array, k_weight: mx.array, *, eps: float) -> mx.array:
@@ -144,7 +198,26 @@ def cases() -> list[Case]:
             large=large,
         )
 
+    def table(rows: int, columns: int, D: int, large: bool = False) -> Case:
+        def records(rng: np.random.Generator) -> list[mx.array]:
+            made = rng.integers(0, 256, (rows, columns, D + D // 32), dtype=np.uint8)
+            made[..., D:] = made[..., D:] % 40 + 100
+            return [mx.array(np.where(made & 127 == 127, made - 1, made).astype(np.uint8))]  # no NaN
+
+        return Case(
+            f"engram/embedding_{rows}x{columns}x{D}",
+            engram_embedding,
+            engram_embedding_ref,
+            records,
+            tolerance=None,
+            bytes=rows * columns * (3 * D + D // 32),
+            large=large,
+        )
+
     return [
+        table(3, 5, 32),
+        table(1, 6, 64),
+        table(6, 24, 256, large=True),
         case(3, 4, 129),
         case(1, 2, 31, mx.bfloat16),
         case(2, 4, 512, mx.bfloat16),

@@ -31,6 +31,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
+from ._hyper_sources import COLLAPSE_NORM_SOURCE, COLLAPSE_SOURCE, EXPAND_HEADER, EXPAND_SOURCE, SITE_SOURCE
 from ._kernel import Kernel, enabled, floats
 from .rms_norm import rms_norm_ref, simdgroups_for
 
@@ -40,181 +41,18 @@ _PARTS = 32
 _SLOTS = 4  # outputs that one simdgroup sums at a time
 _TILE = 8  # rows that share one reading of fn
 
-_COLLAPSE_SOURCE = """
-    // A thread owns one channel of one row.
-    uint i = thread_position_in_grid.x;
-    uint row = i / uint(C);
-    if (row < uint(h_shape[0])) {
-        ulong at = ulong(row) * ulong(M * C) + ulong(i % uint(C));
-        float sum = pre[row * uint(M)] * float(h[at]);
-        for (uint j = 1; j < uint(M); j++)
-            sum = metal::fma(pre[row * uint(M) + j], float(h[at + ulong(j) * ulong(C)]), sum);
-        x[i] = bfloat16_t(sum);
-    }
-"""
-
-# One row, collapsed and normed by the SG simdgroups of a threadgroup.
-_COLLAPSE_NORM = """
-    float weights[M];
-    for (uint j = 0; j < uint(M); j++) weights[j] = pre[row * uint(M) + j];
-    float squares = 0.0f;
-    float scale = 0.0f;
-    for (int pass = 0; pass < 2; pass++) {
-        for (uint c = t; c < uint(C); c += 32u * uint(SG)) {
-            ulong at = ulong(row) * ulong(M * C) + ulong(c);
-            float sum = weights[0] * float(h[at]);
-            for (uint j = 1; j < uint(M); j++) sum = metal::fma(weights[j], float(h[at + ulong(j) * ulong(C)]), sum);
-            float v = float(bfloat16_t(sum));
-            if (pass == 0) squares += v * v;
-            else x[ulong(row) * ulong(C) + ulong(c)] = bfloat16_t(float(weight[c]) * (v * scale));
-        }
-        if (pass == 0) {
-            squares = simd_sum(squares);
-            if (lane == 0) part[simdgroup] = squares;
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
-            scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
-        }
-    }
-"""
-
-_THREADS = """
-    threadgroup float part[SG];
-    uint t = thread_position_in_threadgroup.x;
-    uint lane = thread_index_in_simdgroup;
-    uint simdgroup = simdgroup_index_in_threadgroup;
-    uint row = threadgroup_position_in_grid.x;
-"""
-
-_COLLAPSE_NORM_SOURCE = (
-    """
-    // A threadgroup of SG simdgroups owns one row; thread t owns the channels t, t + 32 SG, ... and works a channel
-    // out twice, as reading M streams again from cache is cheaper than keeping them.
-"""
-    + _THREADS
-    + _COLLAPSE_NORM
-)
-
-_SITE_SOURCE = (
-    """
-    // Threadgroups of SG simdgroups. Each of the first rows of h [N, M, C] has one: thread t owns the channels t,
-    // t + 32 SG, ... and works a channel out twice, as reading M streams again from cache is cheaper than keeping them.
-    // Then come (tile, part): one part of M C products for R rows of h and all O rows of fn [O, M C]. A simdgroup sums
-    // SLOTS outputs at a time; output O is the sum of squares. Lane l takes every 32nd product, from l on.
-"""
-    + _THREADS
-    + """
-    uint rows = uint(h_shape[0]);
-    if (row < rows) {  // the same for the whole group, and no barrier below
-"""
-    + _COLLAPSE_NORM
-    + """
-        return;
-    }
-    uint chunk = (row - rows) % uint(PARTS);
-    uint row0 = (row - rows) / uint(PARTS) * uint(R);
-    uint end = metal::min(uint(M * C), (chunk + 1u) * uint(CHUNK));
-    for (uint output0 = simdgroup * uint(SLOTS); output0 <= uint(O); output0 += uint(SG * SLOTS)) {
-        float sums[R * SLOTS];
-        for (int i = 0; i < R * SLOTS; i++) sums[i] = 0.0f;
-        for (uint k = chunk * uint(CHUNK) + lane; k < end; k += 32u) {
-            float w[SLOTS];
-            for (uint o = 0; o < uint(SLOTS); o++)
-                w[o] = output0 + o < uint(O) ? float(fn[(output0 + o) * uint(M * C) + k]) : 0.0f;
-            for (uint r = 0; r < uint(R); r++) {
-                float v = row0 + r < rows ? float(h[ulong(row0 + r) * ulong(M * C) + ulong(k)]) : 0.0f;
-                for (uint o = 0; o < uint(SLOTS); o++) {
-                    float other = output0 + o == uint(O) ? v : w[o];
-                    sums[r * uint(SLOTS) + o] = metal::fma(v, other, sums[r * uint(SLOTS) + o]);
-                }
-            }
-        }
-        for (uint r = 0; r < uint(R); r++) {
-            for (uint o = 0; o < uint(SLOTS); o++) {
-                float total = simd_sum(sums[r * uint(SLOTS) + o]);
-                if (lane == 0 && row0 + r < rows && output0 + o <= uint(O))
-                    dots[(ulong(row0 + r) * ulong(PARTS) + ulong(chunk)) * ulong(O + 1) + ulong(output0 + o)] = total;
-            }
-        }
-    }
-"""
-)
-
-_EXPAND_SOURCE = """
-    // A threadgroup owns every GROUPSth run of 256 channels of one row (grid y); its first simdgroup makes the row's
-    // coefficients: lanes below M M own comb[j, k] at j M + k; the next M own pre, the next M post.
-    // A thread owns its channels in all M streams.
-    threadgroup float coefficients[M + M * M];  // post, comb
-    uint t = thread_index_in_threadgroup;
-    uint row = threadgroup_position_in_grid.y;
-    uint group = threadgroup_position_in_grid.x;
-    if (simdgroup_index_in_threadgroup == 0) {
-        uint lane = thread_index_in_simdgroup;
-        ulong first = ulong(row) * ulong(PARTS * (O + 1));
-        uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
-        float m = 0.0f;
-        float squares = 0.0f;
-        for (uint part = 0; part < uint(PARTS); part++) {
-            if (lane < uint(O)) m += dots[first + part * uint(O + 1) + o];
-            squares += dots[first + part * uint(O + 1) + uint(O)];
-        }
-        m *= metal::precise::rsqrt(squares / float(M * C) + eps[1]);
-        if (lane < uint(O)) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
-
-        // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.
-        float top = m;
-        for (uint step = 1; step < uint(M); step <<= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(step)));
-        float g = metal::precise::exp(m - top);
-        float sum = g;
-        for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-        g = g / sum + eps[0];
-        for (int i = 0; i < ITERS; i++) {
-            if (i > 0) {
-                sum = g;
-                for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-                g = g / (sum + eps[0]);
-            }
-            sum = g;
-            for (uint step = M; step < uint(M * M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-            g = g / (sum + eps[0]);
-        }
-        float gate = 1.0f / (1.0f + metal::precise::exp(-m));
-        if (lane < uint(M * M)) {
-            coefficients[uint(M) + lane] = g;
-            if (group == 0) comb[row * uint(M * M) + lane] = g;
-        } else if (o < uint(M)) {
-            if (group == 0) pre[row * uint(M) + o] = gate + eps[0];
-        } else if (o < uint(2 * M)) {
-            coefficients[o - uint(M)] = 2.0f * gate;
-            if (group == 0) post[row * uint(M) + o - uint(M)] = 2.0f * gate;
-        }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint c = group * 256u + t; c < uint(C); c += 256u * uint(GROUPS)) {
-        ulong at = ulong(row) * ulong(M * C) + ulong(c);
-        float added = float(y[ulong(row) * ulong(C) + ulong(c)]);
-        float streams[M];
-        for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
-        for (uint k = 0; k < uint(M); k++) {
-            float sum = coefficients[uint(M) + k] * streams[0];
-            for (uint j = 1; j < uint(M); j++)
-                sum = metal::fma(coefficients[uint(M) + j * uint(M) + k], streams[j], sum);
-            expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(coefficients[k], added, sum));
-        }
-    }
-"""
-
 _kernel = functools.partial(Kernel, exact=False, family="hyper_connection")
-_collapse_kernel = _kernel("hyper_connection_collapse", ["h", "pre"], ["x"], _COLLAPSE_SOURCE)
+_collapse_kernel = _kernel("hyper_connection_collapse", ["h", "pre"], ["x"], COLLAPSE_SOURCE)
 _collapse_norm_kernel = _kernel(
-    "hyper_connection_collapse_norm", ["h", "pre", "weight", "eps"], ["x"], _COLLAPSE_NORM_SOURCE
+    "hyper_connection_collapse_norm", ["h", "pre", "weight", "eps"], ["x"], COLLAPSE_NORM_SOURCE
 )
-_site_kernel = _kernel("hyper_connection_site", ["h", "pre", "fn", "weight", "eps"], ["x", "dots"], _SITE_SOURCE)
+_site_kernel = _kernel("hyper_connection_site", ["h", "pre", "fn", "weight", "eps"], ["x", "dots"], SITE_SOURCE)
 _expand_kernel = _kernel(
     "hyper_connection_expand",
     ["y", "h", "dots", "base", "scale", "eps"],
     ["expanded", "pre", "post", "comb"],
-    _EXPAND_SOURCE,
+    EXPAND_SOURCE,
+    EXPAND_HEADER,
 )
 
 
@@ -303,7 +141,7 @@ def expand(
         _expand_kernel(
             inputs=[y, h, dots, base, scale, floats(eps, norm_eps)],
             template=[
-                *[("M", M), ("C", C), ("O", M * (M + 2)), ("PARTS", dots.shape[-2]), ("ITERS", iters)],
+                *[("M", M), ("C", C), ("PARTS", dots.shape[-2]), ("ITERS", iters)],
                 ("GROUPS", groups),
             ],
             grid=(groups * 256, N, 1),

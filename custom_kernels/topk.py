@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel, blank, enabled
 
 _MOST = 2048  # the largest k of the kernel: what a chunk keeps must be far below its size
 _CHUNK = 1 << 14  # scores of a threadgroup
@@ -264,7 +264,7 @@ def _select(
     *leading, n = scores.shape
     rows = prod(leading)
     bits = scores.reshape(rows, n).view(mx.uint32)
-    none, no_bounds = _nothing()
+    none, no_bounds = blank(1, 8), blank(8)  # where the kernel reads no list or no bounds
     listed = None
     while True:
         chunks = -(-elements // _CHUNK)
@@ -289,13 +289,6 @@ def _select(
         if chunks == 1:
             return listed.reshape(*leading, k)
         elements = chunks * k
-
-
-@functools.cache
-def _nothing() -> tuple[mx.array, mx.array]:
-    """What the kernel gets where it reads no list or no bounds."""
-    # data: mx.zeros would be a launch of each compiled graph
-    return mx.array(np.zeros((1, 8), np.int32)), mx.array(np.zeros(8, np.int32))
 
 
 def top_k_ref(scores: mx.array, k: int, blocks: mx.array | None = None, *, block_size: int = 0) -> mx.array:

@@ -14,8 +14,7 @@ import numpy as np
 from mlx import nn
 
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.engram import engram_update
-from mlx_ds4.formats.planes import dequantize_engram_rows
+from mlx_ds4.custom_kernels.engram import engram_embedding, engram_update
 
 from .linear import Linear
 from .step import Step
@@ -115,8 +114,7 @@ class Engram(nn.Module):
 
     def __call__(self, h: mx.array, records: mx.array, step: Step) -> mx.array:
         """h [B, L, M, C], records uint8 [B, L, columns, D + D/32] -> bfloat16 [B, L, M, C]."""
-        B, L = h.shape[:2]
-        embedding = dequantize_engram_rows(records).reshape(B, L, -1)
+        embedding = engram_embedding(records)
         kv = self.wkv(embedding)
         step.note("engram.e", embedding)
         step.note("engram.kv", kv)

@@ -23,6 +23,7 @@ CASES = {
     "hyper_connection_collapse_norm": "hyper_connection/collapse_norm_3x4x129",
     "hyper_connection_expand": "hyper_connection/expand_3x2x300",
     "router": "router/1x33_k31_normal",
+    "engram_embedding": "engram/embedding_3x5x32",
     "engram_update": "engram/3x4x129_float32",
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
     "cache_entry_ring": "cache_entry/ring9_at1048571_normed_fp8_2x3x96_tail16",
@@ -51,9 +52,9 @@ MUTATIONS = [
     ("hyper_connection_site", "row0 + r < rows ?", "true ?", "out-of-bounds"),  # rows beyond the last
     ("hyper_connection_site", "output0 + o < uint(O) ?", "true ?", "out-of-bounds"),
     ("hyper_connection_site", "c < uint(C);", "c < uint(C) + 32u;", "out-of-bounds"),
-    ("hyper_connection_expand", "if (lane < uint(O)) m +=", "m +=", "out-of-bounds"),  # lanes without an output
+    ("hyper_connection_expand", "if (lane < outputs) m +=", "m +=", "out-of-bounds"),  # lanes without an output
     ("hyper_connection_expand", "c < uint(C);", "c < uint(C) + 256u;", "race"),
-    ("hyper_connection_expand", "if (group == 0) comb", "comb", "race"),
+    ("hyper_connection_expand", "group == 0 && t", "t", "race"),
     ("hyper_connection_expand", "i < ITERS", "i < 2", "wrong result"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
     ("cache_entry", "t + 2u * uint(P) >= uint(D)", "t + 2u * uint(P) > uint(D)", "wrong result"),
@@ -91,6 +92,8 @@ MUTATIONS = [
     ("sparse_attention", "is_recent ? id - int(start)", "is_recent ? id", "out-of-bounds"),
     ("sparse_attention", "TURN_QUERIES && channel / 2u >=", "TURN_QUERIES && channel / 2u >", "wrong result"),
     ("sparse_attention", "float n = sine[of_table];", "float n = -sine[of_table];", "wrong result"),
+    ("engram_embedding", "at < sizes[0]", "true", "out-of-bounds"),
+    ("engram_embedding", "ulong(D + D / 32)", "ulong(D)", "wrong result"),
     ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
     ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
     ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),
