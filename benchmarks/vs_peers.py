@@ -10,9 +10,9 @@ several rows wait for their tokens. Contexts up to 8,192 are prefilled, longer o
 
 Memory: 34 GB for ours (q2), then 62 GB for mlx-lm. TF32 is as the environment says; by default MLX has it on.
 
-mlx-lm need not be installed: only `_version.py` and seven files of its `models/` are imported, never its `__init__`, and
-they need nothing beyond mlx. `--bundle FOLDER` copies them out of an installed mlx-lm; where there is none, run with FOLDER
-on PYTHONPATH.
+mlx-lm need not be installed: only `_version.py` and seven files of `models/` are imported, never its `__init__`, and
+they need nothing beyond mlx. `--bundle FOLDER` copies them out of an installed mlx-lm; where there is none, FOLDER must
+be on PYTHONPATH.
 """
 
 from __future__ import annotations

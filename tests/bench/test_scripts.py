@@ -1,0 +1,71 @@
+"""The benchmark scripts run at toy size on a CPU and print the figures that they promise."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import dspark, long_context, vs_peers
+from tests.golden_tools import GOLDEN
+
+pytestmark = pytest.mark.slow
+
+
+def lines(module, capsys, *argv):
+    assert module.main(list(argv)) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all({"device", "os", "mlx", "commit"} <= line.keys() for line in found)
+    return found
+
+
+def test_both_systems_give_the_same_figures(capsys):
+    found = lines(vs_peers, capsys, "--toy")
+    systems: dict[str, list] = {}
+    for line in found:
+        systems.setdefault(line["system"], []).append((line["figure"], line["context"], line["rows"]))
+    ours, theirs, ratios = systems.values()
+    assert list(systems) == ["mlx_ds4", f"mlx-lm {vs_peers.peer_version()}", "ratio"]
+    assert ours == theirs == ratios and len(ours) == 8  # prefill to 64 and 256, decode of 1 and 6 rows at 64, 256, 9000
+
+
+def test_the_bundle_is_what_the_peer_needs(tmp_path):
+    vs_peers.bundle(tmp_path)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")}
+    assert {"mlx_lm/_version.py", "mlx_lm/models/__init__.py", "mlx_lm/models/deepseek_v41.py"} <= files
+    assert len(files) == 8 and "mlx_lm/__init__.py" not in files
+
+
+def test_costs_of_drafting(capsys):
+    found = lines(dspark, capsys, "--toy")
+    assert [line["figure"] for line in found] == ["step"] * 4 + ["proposal", "cycle"]
+    assert [line["rows"] for line in found[:4]] == [1, 2, 3, 4] and found[0]["over_one_row"] == 1
+    cycle = found[3]["ms"] + found[4]["ms"]
+    assert found[5]["ms"] == pytest.approx(cycle, abs=0.01)
+    assert found[5]["accepted_to_break_even"] == pytest.approx(cycle / found[0]["ms"] - 1, abs=0.01)
+
+
+def test_texts_with_and_without_drafts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(dspark, "REPEATS", 1)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time\n---\ndef f(x):\n")
+    model = str(GOLDEN / "nano" / "model")
+    found = lines(dspark, capsys, "--model", model, "--prompt-file", str(prompts), "--max-tokens", "16")
+    assert [line["prompt"] for line in found] == [0, 1]
+    for line in found:
+        assert line["equal_on"] and line["equal_always"] and line["failure"] is None and line["tokens"] <= 16
+        assert line["verified_always"][0] >= 2 and line["tps_off"] > 0
+    with pytest.raises(SystemExit):
+        dspark.main(["--model", model])
+
+
+def test_long_contexts(capsys):
+    found = lines(long_context, capsys, "--toy")
+    figures = [line["figure"] for line in found]
+    assert figures.count("score and select") == figures.count("score and select in candidates") == 2
+    assert next(line["speed_over_first"] for line in found if line["figure"] == "decode") == 1
+    kinds = {(line["kind"], line["context"]) for line in found if line["figure"] == "layer"}
+    assert kinds == {(k, c) for k in ("window", "owner", "reindex", "candidate source") for c in (64, 300)}
+    stretches = [line for line in found if line["figure"] == "prefill"]
+    assert [(line["from"], line["to"]) for line in stretches] == [(0, 32), (32, 64), (64, 96), (96, 128)]
+    assert stretches[-1]["peak_beyond_weights"] >= stretches[-1]["cache_bytes"] > 0
