@@ -8,7 +8,7 @@
   kind: the time that four more of them add to a short schedule.
 * prefill: 64k rows through eight layers, tokens/s by stretch, and the peak memory beyond the weights.
 
-Memory: 34 GB of weights for q2 (40 layers on the weights of eight), up to 12 GB besides. One JSON line a figure.
+Memory: 34 GB of weights for q2 (40 layers on the weights of eight), and a few GB of caches. One JSON line a figure.
 """
 
 from __future__ import annotations

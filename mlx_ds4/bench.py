@@ -60,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per pass (2048)")
     add("--fill", choices=("prefill", "random"), default="prefill",
         help="fill the cache with the prompt, or with random state: decode figures only (prefill)")  # fmt: skip
+    add("--commit", metavar="ID", help="the commit to write into the lines, where git is not at hand")
     add("--output", metavar="NAME", help="write NAME.csv, NAME.json and NAME.svg")
     return parser
 
@@ -138,7 +139,8 @@ def _open(args: argparse.Namespace):
         else:
             model, _ = load(path, progress=progress)
             about = {"model": path.name, "fingerprint": model_fingerprint(path)}
-    return model, about | {"layers": model.config.num_hidden_layers, "fill": args.fill} | machine()
+    about |= {"layers": model.config.num_hidden_layers, "fill": args.fill} | machine()
+    return model, about | ({"commit": args.commit} if args.commit else {})
 
 
 def measure(model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -70,11 +70,11 @@ def test_plot_is_well_formed_and_inside_its_frame():
 
 def test_random_state_and_engram(command):
     code, out, _ = command(
-        "--synthetic", "tiny", "--engram", "--fill", "random", "--frontiers", "100,9000", "--steps", "1", "--rows", "1"
+        "--synthetic", "tiny", "--engram", "--fill", "random", "--frontiers", "100,9000", "--steps", "1", "--commit", "abc123"
     )  # fmt: skip
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [r["context"] for r in lines] == [100, 9000]
-    assert all("prefill_tps" not in r and "Engram in memory" in r["model"] for r in lines)
+    assert all(r["commit"] == "abc123" and "prefill_tps" not in r and "Engram in memory" in r["model"] for r in lines)
     assert lines[1]["cache_bytes"] > 4 * lines[0]["cache_bytes"]
 
 
