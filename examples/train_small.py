@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--data", type=Path, required=True, metavar="DIR", help="a prepared folder")
     train.add_argument("--out", type=Path, required=True, metavar="DIR", help="for weights and log")
     train.add_argument("--minutes", type=float, default=8.0, help="of training, model and drafter together (8)")
-    train.add_argument("--batch", type=int, default=16, help="sequences a step (16)")
+    train.add_argument("--batch", type=int, default=32, help="sequences a step (32)")
     train.add_argument("--length", type=int, default=512, help="tokens of a sequence (512)")
     train.add_argument("--learning-rate", type=float, default=2e-3, help="at its highest (0.002)")
     train.add_argument("--steps", type=int, help="end by steps instead of minutes, to try it out")
@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
             print(json.dumps(run_prepare(args.data, vocab_size=args.vocab_size, limit=args.limit), indent=1))
         elif args.command == "train":
-            from .small_model.train import Options, train as run_train
+            from .small_model.train import Options
+            from .small_model.train import train as run_train
 
             options = Options(
                 minutes=args.minutes, batch=args.batch, length=args.length, learning_rate=args.learning_rate,
@@ -68,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
             from .small_model.plot import plot as run_plot
 
             run_plot(args.run, args.out)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; with --checkpoint, --resume goes on from here.", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -28,8 +28,8 @@ class Data:
         self._hashes = dict(zip(self.config.engram_layer_ids, engram_constants(self.config), strict=True))
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets int32 [B, L] of one step: random places of the stream behind a begin token, and cut windows
-        where they are long enough."""
+        """Tokens and targets int32 [B, L] of one step: random places of the stream behind a begin token, and cut
+        windows where they are long enough."""
         rng = np.random.default_rng([seed, step])
         cut = batch // _CUT_SHARE if length < self.cut.shape[1] else 0
         starts = rng.integers(0, len(self.tokens) - length, batch - cut)

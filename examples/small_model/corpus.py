@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import sys
 import sysconfig
@@ -104,7 +105,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
 def prepare(folder: Path, *, vocab_size: int = 2048, cut_windows: int = 2400, limit: int | None = None) -> dict:
     """Writes a prepared folder and returns what `about.json` says; `limit` takes only so many documents."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = list(documents())[:limit]
+    found = list(itertools.islice(documents(), limit))
     trained = [text for name, text in found if not is_held(name)]
     (folder / "tokenizer.model").write_bytes(train_tokenizer(trained, vocab_size))
     tokenizer = Tokenizer.from_folder(folder)

@@ -204,7 +204,10 @@ def _scores(q: mx.array, rows: mx.array, config: ModelConfig) -> mx.array:
 
 
 def sink_attention(scores: mx.array, mask: mx.array, rows: mx.array, sink: mx.array) -> mx.array:
-    """Softmax over what the mask shows, the sink [H] in its denominator, times rows [B, T, D]: bfloat16 [B, L, H, D]."""
+    """Softmax over what the mask shows, with the sink [H] in its denominator, times rows [B, T, D].
+
+    scores float32 [B, L, H, T], mask [.., L, 1, T] -> bfloat16 [B, L, H, D].
+    """
     B, L, H, T = scores.shape
     scores = mx.where(mask, scores, -mx.inf)
     peak = mx.stop_gradient(mx.maximum(scores.max(axis=-1, keepdims=True), -1e30))

@@ -131,7 +131,7 @@ def _fresh_mixing(name: str, shape: tuple[int, ...], noise: np.ndarray) -> np.nd
         return noise * np.float32(1 / math.sqrt(shape[-1]))
     if name.endswith("_scale"):
         return np.full(shape, 0.1, np.float32)
-    streams = int(math.isqrt(len(noise) + 1)) - 1  # M (M + 2) = (M + 1)^2 - 1
+    streams = math.isqrt(len(noise) + 1) - 1  # M (M + 2) = (M + 1)^2 - 1
     base = np.float32(0.3) * noise
     base[:streams] -= np.float32(math.log(streams - 1))  # sigmoid: a share of one stream each
     base[2 * streams :] += (4 * np.eye(streams, dtype=np.float32)).reshape(-1)

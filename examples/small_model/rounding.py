@@ -1,8 +1,8 @@
 """The roundings of training with straight-through gradients: forward the rounded value, backward the identity.
 
-Activations take the package's own fake quantization. Weights are rounded to exactly what the release can store: FP8 with
-a scale per 32x32 tile, FP4 with a scale per 32 columns, Engram rows FP8 with a scale per 32 values. `off()` makes
-all of them the identity.
+Activations take the package's own fake quantization. Weights are rounded to exactly what the release can store: FP8
+with a scale per 32x32 tile, FP4 with a scale per 32 columns, Engram rows FP8 with a scale per 32 values. `off()`
+makes all of them the identity.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The training run: the model, then its drafter on the frozen model, each with a schedule that ends with its time.
 
-Learning rate, the change from dense to selected attention and the one to long sequences follow the share of the time that
-has passed, so a run of any length, on any machine, ends with a learning rate near zero. Operations are
-not compiled: a fused kernel costs a second or more to build on CUDA, and a step has over a hundred different ones.
+Learning rate, the change from dense to selected attention and the one to long sequences follow the share of the time
+that has passed, so a run of any length, on any machine, ends with a learning rate near zero. Operations are not
+compiled: a fused kernel costs a second or more to build on CUDA, and a step has over a hundred different ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
 from . import draft, parameters
 from .batches import Data
@@ -26,8 +25,10 @@ from .forward import Named, Pass, forward
 from .learner import Learner
 
 MODEL_SHARE = 0.74  # of the time; the rest trains the drafter
-_DENSE, _LONG, _LONG_FACTOR = 0.10, 0.85, 4  # shares of the model's time
+_DENSE, _LONG = 0.10, 0.85  # shares of the model's time
+_LONGER, _FEWER = 4, 8  # long sequences, and a batch of them
 _WARM, _LAST_RATE = 0.02, 0.02
+_WARM_STEPS = 60  # at least: on a GPU the first step builds kernels for half a minute
 _BLOCKS = 48  # the drafter's blocks in a sequence
 _LOG_EVERY, _HELD_EVERY, _HELD_BATCHES = 10, 250, 4
 _SAVE_SECONDS = 60.0
@@ -39,7 +40,7 @@ class Options:
     """A run: `steps` ends each part by its number of steps instead of by time (its share of them)."""
 
     minutes: float = 8.0
-    batch: int = 16
+    batch: int = 32
     length: int = 512
     learning_rate: float = 2e-3
     steps: int | None = None
@@ -76,6 +77,14 @@ class _Run:
         self.saved = time.perf_counter()
 
     def run(self) -> None:
+        """The whole run; an interruption saves a checkpoint first."""
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            self._save()
+            raise
+
+    def _run(self) -> None:
         self._note(event="start", device=str(mx.default_device()), parameters={
             name: learner.layout.size for name, learner in self.learners.items()
         }, options={k: str(v) for k, v in dataclasses.asdict(self.options).items()})  # fmt: skip
@@ -96,7 +105,7 @@ class _Run:
         seconds = options.minutes * 60 * part
         steps = None if options.steps is None else max(1, round(options.steps * part))
         start, waiting = time.perf_counter() - self.before[name], []
-        bar = tqdm(desc=name, unit="step", initial=learner.step, total=steps, disable=not sys.stderr.isatty())
+        bar = _bar(name, learner.step, steps)
         while True:
             elapsed = time.perf_counter() - start
             share = elapsed / seconds if steps is None else learner.step / steps
@@ -112,13 +121,15 @@ class _Run:
                 self._save()
         for item in waiting:
             self._report(name, start, bar, *item)
-        bar.close()
+        if bar is not None:
+            bar.close()
         if name == "model":
             self._note(part=name, step=learner.step, held=self._held(16))
 
     def _report(self, name: str, start: float, bar, step: int, share: float, numbers: dict[str, mx.array]) -> None:
         mx.eval(numbers)
-        bar.update(step - bar.n)
+        if bar is not None:
+            bar.update(step - bar.n)
         if step % _LOG_EVERY and step > 3:
             return
         values = {key: round(value.item(), 5) for key, value in numbers.items()}
@@ -134,8 +145,8 @@ class _Run:
     def _model_step(self, share: float) -> dict[str, mx.array]:
         learner, options, config = self.learners["model"], self.options, self.config
         long = share > _LONG
-        length = options.length * (_LONG_FACTOR if long else 1)
-        batch = max(1, options.batch // _LONG_FACTOR) if long else options.batch
+        length = options.length * (_LONGER if long else 1)
+        batch = max(1, options.batch // _FEWER) if long else options.batch
         ids, targets = self.data.batch(options.seed, learner.step, batch, length)
         tokens, targets, rows = mx.array(ids), mx.array(targets), self.data.rows(ids)
 
@@ -149,7 +160,7 @@ class _Run:
             return language + index + 1e-4 * spread, (language, index, state.loads)
 
         (_, (language, index, loads)), gradients = mx.value_and_grad(loss)(learner.flat)
-        norm = learner.update(gradients, loads, rate_at(share, options.learning_rate))
+        norm = learner.update(gradients, loads, self._rate(learner, share))
         unevenness = mx.stack([load.max() / load.mean() for load in loads]).max()
         return {"loss": language, "index": index, "norm": norm, "load": unevenness}
 
@@ -172,8 +183,12 @@ class _Run:
             return total, (parts, state.loads)
 
         (total, (parts, loads)), gradients = mx.value_and_grad(loss)(learner.flat)
-        norm = learner.update(gradients, loads, rate_at(share, options.learning_rate))
+        norm = learner.update(gradients, loads, self._rate(learner, share))
         return {"loss": total, **parts, "norm": norm}
+
+    def _rate(self, learner: Learner, share: float) -> float:
+        warm = min(1.0, (learner.step + 1) / _WARM_STEPS) if self.options.steps is None else 1.0
+        return warm * rate_at(share, self.options.learning_rate)
 
     def _held(self, batches: int) -> float:
         """Loss per token on text that is not trained on."""
@@ -210,6 +225,15 @@ class _Run:
             prefix = f"{name}/"
             learner.restore({k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)})
             self.before[name] = arrays[f"seconds/{name}"].item()
+
+
+def _bar(name: str, done: int, steps: int | None):
+    """A progress bar where someone looks at it; a machine that only trains needs no tqdm."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    return tqdm(desc=name, unit="step", initial=done, total=steps)
 
 
 def _cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:

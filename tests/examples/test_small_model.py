@@ -34,11 +34,11 @@ class MemoryRows:
 
 
 def tiny(**changes):
-    sizes = dict(
-        hidden_size=128, moe_intermediate_size=64, num_attention_heads=4, head_dim=32, q_lora_rank=64, o_lora_rank=32,
-        sliding_window=8, index_topk=12, candidate_topk_blocks=4, candidate_block_size=4, engram_vocab_size=101,
-        dspark_markov_rank=32,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 64,
+        "o_lora_rank": 32, "sliding_window": 8, "index_topk": 12, "candidate_topk_blocks": 4,
+        "candidate_block_size": 4, "engram_vocab_size": 101, "dspark_markov_rank": 32,
+    }  # fmt: skip
     token_map = np.minimum(np.arange(VOCAB), VOCAB - 7)
     return with_tokens(small_config(**{**sizes, **changes}), token_map, 5), token_map
 
