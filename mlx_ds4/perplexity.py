@@ -2,7 +2,8 @@
 
 The text is cut into windows of `--sequence-length` tokens behind a begin token. Each window moves on by `--stride`
 tokens and scores those that no window scored before. Perplexity is exp of the mean negative log-likelihood of a token;
-bits per byte compare models of different vocabularies. Exit codes: 0, 2 for a request that cannot work, 130 after Ctrl+C.
+bits per byte compare models of different vocabularies. Exit codes: 0, 2 for a request that cannot work, 130 after
+Ctrl+C.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class Learner:
     def update(self, gradients: dict[str, mx.array], loads: list[mx.array], rate: float) -> mx.array:
         """One step of AdamW on clipped gradients, and of the biases against the load; returns the gradients' norm."""
         gradients, norm = optim.clip_grad_norm(gradients, _LARGEST_NORM)
+        usable = mx.isfinite(norm)  # one bad batch must not end the run
+        gradients = {name: mx.where(usable, g, 0) for name, g in gradients.items()}
         for name, optimizer in self._optimizers.items():
             optimizer.learning_rate = rate * _RATES[name][0]
             self.flat[name] = optimizer.apply_gradients({"v": gradients[name]}, {"v": self.flat[name]})["v"]
