@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +36,21 @@ _MOST_CHARACTERS = 200_000  # of one file
 _NOT = ("site-packages", "lib2to3/tests", "encodings/", "__pycache__", "idlelib/Icons", "pydoc_data/__init__")
 
 
-def documents() -> Iterator[tuple[str, str]]:
-    """(name, text) of every file, in the order of names."""
+def documents(wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, str]]:
+    """(name, text) of every wanted file, in the order of names."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library).as_posix()
-        if not any(part in name for part in _NOT) and (text := _read(path)):
+        if not any(part in name for part in _NOT) and wanted(name) and (text := _read(path)):
             yield name, text
     topics = importlib.import_module("pydoc_data.topics").topics
     for name, text in sorted(topics.items()):
-        yield f"topic/{name}", text
+        if wanted(f"topic/{name}"):
+            yield f"topic/{name}", text
     for path in sorted([_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")]):
-        if text := _read(path):
-            yield path.relative_to(_ROOT).as_posix(), text
+        name = path.relative_to(_ROOT).as_posix()
+        if wanted(name) and (text := _read(path)):
+            yield name, text
 
 
 def _read(path: Path) -> str:
@@ -66,6 +68,15 @@ def _read(path: Path) -> str:
 def is_held(name: str) -> bool:
     """Whether a file is held back from training."""
     return name in _HELD_BY_NAME or hashlib.sha256(name.encode()).digest()[0] % 40 == 7
+
+
+def held_texts() -> dict[str, str]:
+    """What was held back by name as "code", and the held topics of the language reference as "prose"."""
+    found = list(documents(is_held))
+    return {
+        "code": "\n".join(text for name, text in found if name in _HELD_BY_NAME and name.endswith(".py")),
+        "prose": "\n".join(text for name, text in found if name.startswith("topic/")),
+    }
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:

@@ -8,85 +8,14 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from examples.small_model import draft, parameters, rounding
 from examples.small_model import forward as steps
 from examples.small_model.forward import Pass, forward
-from examples.small_model.shape import small_config, with_tokens
 from mlx_ds4.formats import quant_encode as qe
 from mlx_ds4.formats.planes import dequantize_engram_rows
-from mlx_ds4.model.dspark import Drafter
 from mlx_ds4.model.engram import engram_constants
-from mlx_ds4.model.model import Model
-
-VOCAB = 96
-
-
-class MemoryRows:
-    """A table in memory, in the records of a file."""
-
-    def __init__(self, table: mx.array):
-        self.records = np.concatenate(qe.encode_fp8_rows(np.array(table)), axis=1)
-
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        return self.records[ids]
-
-
-def tiny(**changes):
-    sizes = {
-        "hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 64,
-        "o_lora_rank": 32, "sliding_window": 8, "index_topk": 12, "candidate_topk_blocks": 4,
-        "candidate_block_size": 4, "engram_vocab_size": 101, "dspark_markov_rank": 32,
-    }  # fmt: skip
-    token_map = np.minimum(np.arange(VOCAB), VOCAB - 7)
-    return with_tokens(small_config(**{**sizes, **changes}), token_map, 5), token_map
-
-
-@pytest.fixture(scope="module")
-def system():
-    """Config, named weights, biases, a Model and a Drafter with these weights, and the hashes."""
-    config, token_map = tiny()
-    named, biases = {}, {}
-    for seed, layout in enumerate((parameters.backbone(config), parameters.drafter(config))):
-        flat = layout.initial(seed)
-        # Clear choices and strong effects, as in a trained model.
-        flat = {name: v * (1.0 if name in ("VECTORS", "F32") else 1.5) for name, v in flat.items()}
-        named |= layout.named(flat)
-        rng = np.random.default_rng(seed)
-        biases |= {w.name: mx.array(rng.standard_normal(w.shape).astype(np.float32) * 0.1) for w in layout.biases}
-    model, drafter = Model(config), Drafter(config)
-    for module, prefix in ((model, ("layers.", "embed.", "norm.", "head.")), (drafter, ("mtp.",))):
-        places = {name for name, _ in tree_flatten(module.parameters())}
-        values = {n: v for n, v in {**named, **biases}.items() if n.startswith(prefix) and "engram.embed" not in n}
-        assert places == set(values)
-        module.load_weights(list(values.items()))
-        for part in module.modules():
-            if isinstance(getattr(type(part), "rounds_input", None), property):
-                part.rounds_input = True
-    hashes = engram_constants(config)
-    tables = [MemoryRows(named[f"layers.{i}.engram.embed.weight"]) for i in config.engram_layer_ids]
-    model.set_engram(token_map, hashes, tables)
-    return config, named, biases, model, drafter, token_map, hashes
-
-
-def rows_of(system, ids: np.ndarray) -> dict[int, mx.array]:
-    config, *_, token_map, hashes = system
-    mapped = token_map[ids]
-    return {
-        i: mx.array(h.row_numbers(mapped, ids.shape[1])) for i, h in zip(config.engram_layer_ids, hashes, strict=True)
-    }
-
-
-def row_error(a: mx.array, b: mx.array) -> float:
-    """Largest |a - b| / |b| of a row, Euclidean."""
-    a, b = (np.array(v.astype(mx.float32)).reshape(-1, v.shape[-1]) for v in (a, b))
-    return float((np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)).max())
-
-
-def ids_of(config, B, L):
-    return np.random.default_rng(B * 1000 + L).integers(0, config.vocab_size, (B, L))
-
+from tests.examples.tools import ids_of, row_error, rows_of, tiny
 
 # ---- the forward passes ---------------------------------------------------------------------------------
 
