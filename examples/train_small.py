@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     export.add_argument("--run", type=Path, required=True, metavar="DIR", help="what train wrote")
     export.add_argument("--out", type=Path, required=True, metavar="DIR")
     export.add_argument("--recipe", action="append", help="q2, q4, mxfp4, f16, .. (default: q2, q4, mxfp4 and f16)")
-    export.add_argument("--calibration-windows", type=int, default=64, help="of 512 tokens for the imatrix (64)")
+    export.add_argument("--calibration-windows", type=int, default=24, help="of 512 tokens for the imatrix (24)")
 
     plot = commands.add_parser("plot", help="loss curves as PNG (needs matplotlib)")
     plot.add_argument("--run", type=Path, required=True, metavar="DIR")

@@ -1,8 +1,8 @@
 """Text that every machine with Python has, a tokenizer trained on it, and both packed for training.
 
-Sources: the Python standard library's own files (PSF licence: code, docstrings, tests, and the language reference in
-`pydoc_data/topics.py`) and this project's documents (MIT). A file is held back when the hash of its name says
-so, about one in forty, and a few are held back by name.
+The source is the Python standard library (PSF licence): code, docstrings, tests, and the language reference in
+`pydoc_data/topics.py`. So the same version of Python gives the same text. A file is held back when the hash of its
+name says so, about one in forty, and a few are held back by name.
 
 A prepared folder holds `tokens.npy`, `held.npy` (uint16 streams, an end token behind each document), `cut.npy` (uint16
 [n, 512] windows whose text is cut between any two characters, half of them as a conversation in which the answer goes
@@ -30,8 +30,7 @@ from mlx_ds4.tokenizer import Tokenizer
 from .shape import NOISE_TOKEN, small_config, with_tokens
 
 CUT_LENGTH = 513
-_ROOT = Path(__file__).resolve().parents[2]
-_HELD_BY_NAME = {"textwrap.py", "json/decoder.py", "bisect.py", "test/test_heapq.py", "docs/kernels.md"}
+_HELD_BY_NAME = {"textwrap.py", "json/decoder.py", "bisect.py", "test/test_heapq.py"}
 _MOST_CHARACTERS = 200_000  # of one file
 _NOT = ("site-packages", "lib2to3/tests", "encodings/", "__pycache__", "idlelib/Icons", "pydoc_data/__init__")
 
@@ -47,10 +46,6 @@ def documents(wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tup
     for name, text in sorted(topics.items()):
         if wanted(f"topic/{name}"):
             yield f"topic/{name}", text
-    for path in sorted([_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")]):
-        name = path.relative_to(_ROOT).as_posix()
-        if wanted(name) and (text := _read(path)):
-            yield name, text
 
 
 def _read(path: Path) -> str:
