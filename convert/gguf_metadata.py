@@ -22,9 +22,16 @@ _UNKNOWN_REVISION = "0" * 40
 
 # A tokenizer that splits text otherwise than the released one needs its JSON besides.
 _OTHER_SPLITS = "tokenizer.huggingface.json"
-_TOKENIZER = {
-    "model": "string", "pre": "string", "tokens": "[string]", "token_type": "[i32]", "merges": "[string]",
-    "bos_token_id": "u32", "eos_token_id": "u32", "add_bos_token": "bool", "add_eos_token": "bool",
+_IDS = {"bos_token_id": "u32", "eos_token_id": "u32", "add_bos_token": "bool", "add_eos_token": "bool"}
+_TOKENIZERS = {
+    "gpt2": {
+        "model": "string", "pre": "string", "tokens": "[string]", "token_type": "[i32]", "merges": "[string]", **_IDS,
+    },
+    # SentencePiece, as llama.cpp stores it; no released model has one.
+    "llama": {
+        "model": "string", "tokens": "[string]", "scores": "[f32]", "token_type": "[i32]",
+        "add_space_prefix": "bool", "remove_extra_whitespaces": "bool", **_IDS,
+    },
 }  # fmt: skip
 _MODEL = {
     **dict.fromkeys(
@@ -84,9 +91,12 @@ def metadata_records(
             ("multipliers", "[u64]", np.concatenate([h.multipliers for h in hashes])),
         ):
             out.append((f"deepseek41.engram.{key}", kind, value))
-    if tokenizer["tokenizer.ggml.model"] != "gpt2":
-        raise ValueError(f"tokenizer model is {tokenizer['tokenizer.ggml.model']!r}, a ds4 GGUF holds 'gpt2' only")
-    out += [(f"tokenizer.ggml.{key}", kind, tokenizer[f"tokenizer.ggml.{key}"]) for key, kind in _TOKENIZER.items()]
+    fields = _TOKENIZERS[tokenizer["tokenizer.ggml.model"]]
+    if "tokenizer.ggml.precompiled_charsmap" in tokenizer:
+        raise ValueError("the tokenizer rewrites characters by a table, which a ds4 GGUF has no place for")
+    out += [(f"tokenizer.ggml.{key}", kind, tokenizer[f"tokenizer.ggml.{key}"]) for key, kind in fields.items()]
+    if "tokenizer.ggml.padding_token_id" in tokenizer and fields is _TOKENIZERS["llama"]:
+        out.append(("tokenizer.ggml.padding_token_id", "u32", tokenizer["tokenizer.ggml.padding_token_id"]))
     if _OTHER_SPLITS in tokenizer:
         out.append((_OTHER_SPLITS, "string", tokenizer[_OTHER_SPLITS]))
     text = official_config(config)["text_config"]

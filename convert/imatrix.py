@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_ds4.checkpoint import Weight
+from mlx_ds4.formats.atomic_file import atomic_file
 
 _MAX_BYTES = 4 << 30
 _MAX_ENTRIES, _MAX_NAME = 65_536, 127
@@ -67,6 +68,15 @@ def read_imatrix(path: str | os.PathLike) -> dict[str, np.ndarray]:
             raise fault(f"holds values of {name!r} that are negative or not finite")
         out[name] = values
     return out
+
+
+def write_imatrix(path: str | os.PathLike, importance: Mapping[str, np.ndarray], *, calls: int = 1) -> None:
+    """Writes what `read_imatrix` reads: tensor name -> values float32 >= 0, experts one behind the other."""
+    with atomic_file(path) as file:
+        file.write(struct.pack("<i", len(importance)))
+        for name, values in importance.items():
+            data, text = np.asarray(values, "<f4").reshape(-1), name.encode()
+            file.write(struct.pack("<i", len(text)) + text + struct.pack("<ii", calls, data.size) + data.tobytes())
 
 
 def check_imatrix(importance: dict[str, np.ndarray], weights: Sequence[Weight], path: str | os.PathLike | None) -> None:

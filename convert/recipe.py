@@ -39,7 +39,7 @@ class Recipe:
             return self.gate_up
         if weight.role == "expert_down":
             return self.down
-        if weight.role in ("attention", "shared_expert", "head"):
+        if weight.role in ("attention", "shared_expert", "head", "drafter"):
             return "Q8_0"
         if weight.role in ("embedding", "mixing", "compressor", "indexer", "engram"):
             return "F16"

@@ -66,16 +66,17 @@ def official_to_gguf(
         records.append(("quantize.imatrix.file", "string", Path(imatrix).name))
     tensors = [
         GGUFTensor(
-            w.gguf, gguf_shape(w), chosen.type_of(w), _pieces(source.folder, w, chosen, importance.get(w.gguf))
+            w.gguf, gguf_shape(w), chosen.type_of(w), pieces(source.folder, w, chosen, importance.get(w.gguf))
         )
         for w in weights
     ]  # fmt: skip
     write_gguf(path, records, tensors, alignment=alignment, progress=progress)
 
 
-def _pieces(
+def pieces(
     folder: SafetensorsFolder, weight: Weight, recipe: Recipe, importance: np.ndarray | None
 ) -> Callable[[], Iterator[np.ndarray]]:
+    """What makes a tensor of a GGUF from the folder: a function that yields its bytes by rows."""
     kind = recipe.type_of(weight)
 
     def produce() -> Iterator[np.ndarray]:

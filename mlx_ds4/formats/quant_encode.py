@@ -346,6 +346,17 @@ def _spread(tiles: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return tiles.repeat(32, 0)[: shape[0]].repeat(32, 1)[:, : shape[1]]
 
 
+def encode_fp8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Engram rows of the release: float32 [rows, D] -> E4M3 codes uint8 [rows, D] and E8M0 scales uint8 [rows, D/32].
+
+    The rule of `encode_fp8_tiles` for 32 columns of one row. ValueError unless 32 divides D and all values are finite.
+    """
+    x = _matrix(x, 32, "FP8")
+    groups = x.reshape(len(x), -1, 32)
+    byte = _power_of_two(np.abs(groups).max(2), 448)
+    return _e4m3_codes(np.ldexp(groups, 127 - byte[:, :, None])).reshape(x.shape), byte.astype(np.uint8)
+
+
 def encode_fp4_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """FP4 storage of the release: float32 [out, in] -> packed E2M1 codes uint8 [out, in/2], the even column
     in the low nibble, and E8M0 scales uint8 [out, in/32], one per 32 columns of a row.

@@ -11,10 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.checkpoint import gguf_shape, model_weights
+from mlx_ds4.checkpoint import CheckpointError, gguf_shape, model_weights
+from mlx_ds4.convert.drafter_to_gguf import drafter_to_gguf
 from mlx_ds4.convert.gguf_writer import GGUFTensor, write_gguf
+from mlx_ds4.convert.imatrix import read_imatrix, write_imatrix
 from mlx_ds4.convert.recipe import RECIPES
 from mlx_ds4.convert.to_gguf import official_to_gguf
+from mlx_ds4.drafter_files import load_drafter
 from mlx_ds4.formats.gguf import GGUFFile
 from mlx_ds4.formats.quant_blocks import dequantize
 from mlx_ds4.loader import load_model
@@ -153,3 +156,31 @@ def test_f16_refuses_what_a_half_cannot_hold(tmp_path):
         official_to_gguf(folder, tmp_path / "out.gguf", "f16")
     assert os.listdir(tmp_path) == ["model"]
     official_to_gguf(folder, tmp_path / "out.gguf", "f32")
+
+
+def test_the_drafter_of_a_folder_as_a_file(tmp_path):
+    """Experts keep their bits; the file says what the drafter needs."""
+    path = tmp_path / "nano-dspark.gguf"
+    drafter_to_gguf(NANO, path, alignment=32)
+    model, _ = load_model(NANO)
+    ours, theirs = load_drafter(model, path), load_drafter(model, NANO)
+    assert ours.config == theirs.config and ours.block_size == theirs.block_size
+    for stage, twin in zip(ours.mtp, theirs.mtp, strict=True):
+        assert mx.array_equal(dense(stage.ffn.experts.w2.weight), dense(twin.ffn.experts.w2.weight))
+        a, b = dense(stage.attn.wkv.weight), dense(twin.attn.wkv.weight)
+        assert 0 < mx.abs(a - b).max().item() < 0.01 * mx.abs(b).max().item()
+
+
+def test_a_folder_without_a_drafter_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no drafter"):
+        drafter_to_gguf(NANO_K, tmp_path / "no.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_imatrix_is_read_as_it_was_written(tmp_path):
+    rng = np.random.default_rng(0)
+    wanted = {"blk.0.attn_q_a.weight": rng.random((1, 5)), "blk.3.ffn_up_exps.weight": rng.random((4, 8))}
+    write_imatrix(tmp_path / "some.dat", wanted)
+    found = read_imatrix(tmp_path / "some.dat")
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name].astype(np.float32).reshape(-1)) for name in wanted)
