@@ -70,7 +70,8 @@ def test_plot_is_well_formed_and_inside_its_frame():
 
 def test_random_state_and_engram(command):
     code, out, _ = command(
-        "--synthetic", "tiny", "--engram", "--fill", "random", "--frontiers", "100,9000", "--steps", "1", "--commit", "abc123"
+        "--synthetic", "tiny", "--engram", "--fill", "random", "--frontiers", "100,9000", "--steps", "1",
+        "--commit", "abc123",
     )  # fmt: skip
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [r["context"] for r in lines] == [100, 9000]
