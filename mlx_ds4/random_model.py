@@ -132,21 +132,22 @@ def fill_cache(cache: Cache, length: int, seed: int = 0) -> None:
     c = cache.config
     key = mx.random.key(seed)
 
-    def rows(count: int, width: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    def noise(shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> mx.array:
         nonlocal key
         key, use = mx.random.split(key)
-        return mx.random.normal((1, count, width), key=use).astype(dtype)
+        return mx.random.normal(shape, key=use).astype(dtype)
 
+    cache.begin(1, length)  # makes the arrays
     for index, layer in enumerate(cache):
-        layer.store_window(rows(min(length, c.sliding_window + 8), c.head_dim))
+        layer.window = noise(layer.window.shape)
+        if layer.pending is not None:
+            layer.pending = noise(layer.pending.shape, mx.float32)
         if layer.compressed is not None:
-            if c.ratio(index) == 2:
-                layer.store_recent(*(rows(min(length, 16), c.head_dim, mx.float32) for _ in range(2)))
             entries = length // c.ratio(index)
             for start in range(0, entries, _FILL_ROWS):
                 count = min(_FILL_ROWS, entries - start)
-                layer.compressed.append(rows(count, c.head_dim))
-                layer.index_keys.append(rows(count, c.index_head_dim))
+                layer.compressed.append(noise((1, count, c.head_dim)))
+                layer.index_keys.append(noise((1, count, c.index_head_dim)))
                 mx.eval(layer.state)
         mx.eval(layer.state)
     ids = np.random.default_rng(seed).integers(0, 2, (1, min(length, 16))) if c.engram_layer_ids else None
