@@ -149,7 +149,8 @@ inline void hyper_expand(H h, const threadgroup float* coefficients, float added
     for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
     for (uint k = 0; k < uint(M); k++) {
         float sum = coefficients[uint(2 * M) + k] * streams[0];
-        for (uint j = 1; j < uint(M); j++) sum = metal::fma(coefficients[uint(2 * M) + j * uint(M) + k], streams[j], sum);
+        for (uint j = 1; j < uint(M); j++)
+            sum = metal::fma(coefficients[uint(2 * M) + j * uint(M) + k], streams[j], sum);
         expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(coefficients[uint(M) + k], added, sum));
     }
 }
