@@ -58,7 +58,7 @@ def table(model: Model, rows: int) -> str:
 
         counts.append((kind, times, count_primitives(run, h, pre, records)))
     head = count_primitives(lambda h, pre: model.head(model.norm(collapse(h, pre))), h, pre)
-    tokens = mx.zeros((1, rows), dtype=mx.int32)
+    tokens = mx.array([[0] * rows])
     counts.append(("embedding and head", 1, head + count_primitives(model.embed, tokens)))
     return format_table(counts)
 
