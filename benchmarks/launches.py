@@ -57,7 +57,7 @@ def table(model: Model, rows: int) -> str:
 
         counts.append((kind, times, count_primitives(run, h, pre, records)))
     head = count_primitives(lambda h, pre: model.logits(h, pre, False), h, pre)
-    tokens = mx.zeros((1, rows), dtype=mx.int32)
+    tokens = mx.array([[0] * rows])
     counts.append(("embedding and head", 1, head + count_primitives(model.embed, tokens)))
     return format_table(counts)
 

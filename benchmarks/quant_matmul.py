@@ -122,13 +122,13 @@ def dense_case(name, shape, rows, copy):
 
 
 def tune(copy) -> None:
-    """One row in every split of the width over warps: the basis of `_quant__quant_cuda._split`."""
+    """One row in every split of the width over warps: the basis of `_quant_cuda.split`."""
     for name in ("Q8_0", "IQ2_XXS"):
         for N, K in SHAPES[:2]:
             sets = [random_planes(name, (N, K), seed) for seed in range(4)]
             xs, result = rows_of(1, K), {}
             for split in (1, 2, 4, 8):
-                _quant_cuda._split = lambda tiles, units, split=split: split
+                _quant_cuda.split = lambda tiles, units, split=split: split
                 result[split] = seconds(lambda x, p, name=name: quant_matmul(x, name, p), xs, sets)
             shares = {k: round(nbytes(sets[0]) / v / copy, 3) for k, v in result.items()}
             print(json.dumps({"tune": name, "shape": (N, K), "copy_share_by_split": shares}), flush=True)

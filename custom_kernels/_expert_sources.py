@@ -94,7 +94,7 @@ def _by_count(call: str) -> str:
 """
 
 
-_LANES = """
+PAIRS = """
     uint lane = thread_index_in_simdgroup;
     uint octets = sizes[0], outputs = sizes[1], K = sizes[2], pairs = sizes[3];
     uint first = (threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup) * R;
@@ -108,7 +108,7 @@ GATE_UP_SOURCE = (
     // A simdgroup owns R outputs of the expert of pair p (grid y), for all rows that chose this expert; where an
     // earlier pair has the same expert, that one's groups do the work. sizes: octets of x, outputs, K, pairs.
 """
-    + _LANES
+    + PAIRS
     + """
     uint p = threadgroup_position_in_grid.y;
     int e = chosen[p];
@@ -122,15 +122,9 @@ GATE_UP_SOURCE = (
     )
 )
 
-DOWN_SOURCE = (
+# total[r] of lane n: row n's sum over its experts at output first + r, then the shared expert's.
+DOWN_SUMS = (
     """
-    // A simdgroup owns R outputs of every row and goes through the distinct experts in ascending order, which is the
-    // order of every row's own sum; the expert that all rows share comes last. sizes: octets of a, outputs, K, pairs,
-    // octets of the shared expert's a.
-"""
-    + _LANES
-    + """
-    if (first >= outputs) return;  // a whole simdgroup
     const int none = 2147483647;
     float total[R];
     for (uint r = 0; r < uint(R); r++) total[r] = 0.0f;
@@ -150,6 +144,19 @@ DOWN_SOURCE = (
     if (SHARED)
         expert_add<FS, WIDE_SHARED, R, MOST>(shared_x, shared_codes, shared_scales, shared_supers, sizes[4], outputs,
                                              1u, 0u, (1ul << (pairs / K)) - 1ul, pairs / K, first, lane, total);
+"""
+)
+
+DOWN_SOURCE = (
+    """
+    // A simdgroup owns R outputs of every row and goes through the distinct experts in ascending order, which is the
+    // order of every row's own sum; the expert that all rows share comes last. sizes: octets of a, outputs, K, pairs,
+    // octets of the shared expert's a.
+"""
+    + PAIRS
+    + "    if (first >= outputs) return;  // a whole simdgroup"
+    + DOWN_SUMS
+    + """
     if (lane < pairs / K) {
         for (uint r = 0; r < uint(R); r++)
             if (first + r < outputs) y[ulong(lane) * ulong(outputs) + ulong(first + r)] = bfloat16_t(total[r]);

@@ -23,7 +23,7 @@ from ._tiles_cuda import PTX
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 _SMS = 132
 _GATE_UP_SPLIT = 4
-_DOWN_WARPS = 4
+DOWN_WARPS = 4
 
 HEADER = (
     PTX + "#include <cuda_fp16.h>\n"
@@ -42,7 +42,7 @@ _PROLOGUE = """
     }
 """
 
-_DENSE_SOURCE = (
+DENSE_SOURCE = (
     """
     // Block: 16 weight rows; its S warps take units of the width in turn. blockIdx.y: 8 NT rows of x [M, G K].
     // Weight rows come in G groups of equal size; group i reads columns i K .. of x.
@@ -170,7 +170,7 @@ _GATE_UP_MANY_SOURCE = (
 """
 )
 
-_DOWN_FEW_SOURCE = (
+DOWN_FEW_SOURCE = (
     """
     // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round
     // the warps, then the shares of the SS warps that would multiply the shared expert's matrix alone. Then the halves
@@ -275,7 +275,7 @@ def _kernel(name: str, inputs: list[str], source: str, family: str) -> Kernel:
 
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
-_dense = _kernel("quant_matmul_mma", ["x", *_ONE], _DENSE_SOURCE, "quant_matmul")
+_dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
 _gate_up_few = _kernel("expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], _GATE_UP_FEW_SOURCE, "expert_matmul")
 _gate_up_many = _kernel(
     "expert_swiglu_many_mma",
@@ -283,10 +283,11 @@ _gate_up_many = _kernel(
     _GATE_UP_MANY_SOURCE,
     "expert_matmul",
 )
+DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
 _down_few = _kernel(
     "expert_down_few_mma",
-    ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]],
-    _DOWN_FEW_SOURCE,
+    DOWN_FEW_INPUTS,
+    DOWN_FEW_SOURCE,
     "expert_matmul",
 )
 _down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_MANY_SOURCE, "expert_matmul")
@@ -304,7 +305,7 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     warps = split(tiles, x.shape[1] // groups // 128)
     nt = 1 if M <= 8 else 4
     return _dense(
-        inputs=[x, *_planes(planes)],
+        inputs=[x, *planes_of(planes)],
         template=[("F", FORMAT_IDS[format]), ("S", warps), ("NT", nt), ("G", groups), ("T", out_dtype)],
         grid=(tiles * 32 * warps, ceil_div(M, 8 * nt), 1),
         threadgroup=(32 * warps, 1, 1),
@@ -324,7 +325,7 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, sorted_pairs=Non
     template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1 if few else 4}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
     return kernel(
-        inputs=[x, *_planes(gate), *_planes(up), *lists, weights.reshape(-1)],
+        inputs=[x, *planes_of(gate), *planes_of(up), *lists, weights.reshape(-1)],
         template=list(template.items()),
         grid=(ceil_div(F, 16) * 32 * _GATE_UP_SPLIT, chosen.size if few else E, 1),
         threadgroup=(32 * _GATE_UP_SPLIT, 1, 1),
@@ -336,31 +337,37 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, sorted_pairs=Non
 def down_few(a, format, planes, chosen, shared) -> mx.array:
     """The experts' outputs of a [rows, slots, F], each rounded, summed over slots: [rows, C]. Last is added `shared`:
     values [rows, C], (a [rows, F'], weight) to multiply, or None."""
-    rows, slots, F = a.shape
-    C, flat = planes["codes"].shape[1], a.reshape(-1, F)
+    inputs, template = down_inputs(a, format, planes, chosen, shared)
+    C = planes["codes"].shape[1]
+    return _down_few(
+        inputs=inputs,
+        template=template,
+        grid=(ceil_div(C, 16) * 32 * DOWN_WARPS, 1, 1),
+        threadgroup=(32 * DOWN_WARPS, 1, 1),
+        output_shapes=[(a.shape[0], C)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def down_inputs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]]]:
+    """Inputs and template of DOWN_FEW_SOURCE."""
+    flat = a.reshape(-1, a.shape[-1])
     values, other, mode = flat, (format, planes), 0
     if isinstance(shared, mx.array):
         values, mode = shared, 1
     elif shared is not None:
         (values, other), mode = shared, 2
-    share = split(ceil_div(C, 16), values.shape[-1] // 128) if mode == 2 else 1
-    template = {"F": FORMAT_IDS[format], "S": _DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
+    share = split(ceil_div(planes["codes"].shape[1], 16), values.shape[-1] // 128) if mode == 2 else 1
+    template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": a.shape[1], "SHARED": mode}
     template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
-    return _down_few(
-        inputs=[flat, *_planes(planes), chosen.reshape(-1), values, *_planes(other[1])],
-        template=list(template.items()),
-        grid=(ceil_div(C, 16) * 32 * _DOWN_WARPS, 1, 1),
-        threadgroup=(32 * _DOWN_WARPS, 1, 1),
-        output_shapes=[(rows, C)],
-        output_dtypes=[mx.bfloat16],
-    )[0]
+    return [flat, *planes_of(planes), chosen.reshape(-1), values, *planes_of(other[1])], list(template.items())
 
 
 def down_many(a, format, planes, sorted_pairs) -> mx.array:
     """The experts' outputs of every pair, rounded: a [rows, slots, F] -> bfloat16 [rows, slots, C]."""
     (E, C, _), warps = planes["codes"].shape, 4
     return _down_many(
-        inputs=[a.reshape(-1, a.shape[-1]), *_planes(planes), *sorted_pairs],
+        inputs=[a.reshape(-1, a.shape[-1]), *planes_of(planes), *sorted_pairs],
         template=[("F", FORMAT_IDS[format]), ("S", warps), ("NT", 4)],
         grid=(ceil_div(ceil_div(C, 16), warps) * 32 * warps, E, 1),
         threadgroup=(32 * warps, 1, 1),
@@ -369,7 +376,7 @@ def down_many(a, format, planes, sorted_pairs) -> mx.array:
     )[0]
 
 
-def _planes(planes: dict[str, mx.array]) -> list[mx.array]:
+def planes_of(planes: dict[str, mx.array]) -> list[mx.array]:
     return [planes["codes"], planes["scales"], planes.get("supers", planes["scales"])]
 
 

@@ -117,14 +117,14 @@ def expert_swiglu(
     F = gate[1]["codes"].shape[-2]
     E = gate[1]["codes"].shape[0]
     if backend() == "cuda" and gate[0] == up[0] and _quant_cuda.takes(x, gate[0], x.shape[-1]):
-        plan = None if _few(N, K) else _plan(chosen, E)[:2]
+        plan = None if few_pairs(N, K) else _plan(chosen, E)[:2]
         return _quant_cuda.gate_up(x, gate[0], gate[1], up[1], chosen, weights, limit, plan)
     words, wide = x_input(x)
     formats = [("FG", FORMAT_IDS[gate[0]]), ("FU", FORMAT_IDS[up[0]]), ("WIDE", wide)]
     planes = [*plane_inputs(*gate), *plane_inputs(*up)]
     out = {"output_shapes": [(N, K, F)], "output_dtypes": [mx.bfloat16]}
     octets = x.shape[-1] // 8
-    if _few(N, K):
+    if few_pairs(N, K):
         R = rows_per_simdgroup(N * K * F, 4 if N == 1 else 2)
         return _gate_up_kernel(
             inputs=[words, numbers(octets, F, K, N * K), floats(limit), chosen, weights, *planes],
@@ -174,7 +174,7 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown 
         return expert_down_ref(a, down, chosen, shared)
     E, C, _ = down[1]["codes"].shape
     if backend() == "cuda" and _quant_cuda.takes(a, down[0], F):
-        if _few(N, K):
+        if few_pairs(N, K):
             if shared is not None and not _quant_cuda.takes(shared[0], shared[1][0], shared[0].shape[-1]):
                 shared = quant_matmul(shared[0], *shared[1])
             return _quant_cuda.down_few(a, *down, chosen, shared)
@@ -182,7 +182,7 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown 
     words, wide = x_input(a)
     formats = [("FORMAT", FORMAT_IDS[down[0]]), ("WIDE", wide)]
     planes = plane_inputs(*down)
-    if _few(N, K):
+    if few_pairs(N, K):
         other, weight = (a, down) if shared is None else shared
         other_words, other_wide = x_input(other)
         R = rows_per_simdgroup(C, 2)
@@ -220,7 +220,7 @@ def _launches(chosen: mx.array, *weights: Weight) -> bool:
     )
 
 
-def _few(rows: int, chosen: int) -> bool:
+def few_pairs(rows: int, chosen: int) -> bool:
     return rows <= MOST_ROWS and rows * chosen <= _MOST_PAIRS
 
 

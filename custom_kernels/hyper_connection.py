@@ -159,8 +159,10 @@ def _use_kernel(h: mx.array) -> bool:
 def site_ref(
     h: mx.array, pre: mx.array, fn: mx.array, weight: mx.array, *, norm_eps: float
 ) -> tuple[mx.array, mx.array]:
-    v = h.astype(mx.float32).reshape(*h.shape[:-2], -1)
-    dots = mx.concatenate([v @ fn.astype(mx.float32).T, (v * v).sum(axis=-1, keepdims=True)], axis=-1)
+    v = h.astype(mx.float32)
+    products = v.reshape(*h.shape[:-2], -1) @ fn.astype(mx.float32).T
+    squares = (v * v).sum(axis=-1).sum(axis=-1, keepdims=True)  # in two steps: one float32 sum of M C would err more
+    dots = mx.concatenate([products, squares], axis=-1)
     return collapse_norm_ref(h, pre, weight, norm_eps), dots[..., None, :]
 
 
@@ -234,8 +236,13 @@ def cases() -> list[Case]:
         return made | {name: made[name].astype(mx.bfloat16) for name in ("h", "y", "weight")}
 
     def complete(op):
-        """`site` with the sums of its parts, which are the implementation's own."""
-        return lambda *some, **options: (lambda x, dots: (x, dots.sum(axis=-2)))(*op(*some, **options))
+        """`site` with the sums of its parts, which are the implementation's own; the squares are far larger."""
+
+        def sums(*some, **options):
+            x, dots = op(*some, **options)
+            return x, dots[..., :-1].sum(axis=-2), dots[..., -1:].sum(axis=-2)
+
+        return sums
 
     steps = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
     ops = {

@@ -7,6 +7,7 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams
 from mlx_ds4.custom_kernels.hyper_connection import expand, site
 
 from .attention import Attention
@@ -47,28 +48,27 @@ class Layer(nn.Module):
         if self.tapped:
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
-        x, dots = self._site("attn", h, pre)
-        step.note("attn.x", x)
-        h, pre = self._expand("attn", self.attn(x, step, cache), h, dots, step)
+        x, streams, steps = self._site("attn", h, pre, step)
+        y = self.attn(x, step, cache)
+        h, pre = self._ended("attn", (y, *expand(y, *streams, **steps)), step)
         step.note("h_mid", h)
-        x, dots = self._site("ffn", h, pre)
-        step.note("ffn.x", x)
-        h, pre = self._expand("ffn", self.ffn(x, step), h, dots, step)
+        x, streams, steps = self._site("ffn", h, pre, step)
+        h, pre = self._ended("ffn", self.ffn(x, step, streams, **steps), step)
         step.note("h_out", h)
         return h, pre
 
-    def _site(self, name: str, h: mx.array, pre: mx.array) -> tuple[mx.array, mx.array]:
-        """The sublayer's input, and what `_expand` needs of the streams before it."""
-        weight = self[f"{name}_norm"].weight
-        return site(h, pre, self[f"hc_{name}_fn"], weight, norm_eps=self._config.rms_norm_eps)
-
-    def _expand(self, name: str, y: mx.array, h: mx.array, dots: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        """The streams behind a sublayer, and the coefficients that collapse them for the next."""
+    def _site(self, name: str, h: mx.array, pre: mx.array, step: Step) -> tuple[mx.array, Streams, dict[str, float]]:
+        """The sublayer's input, and the streams and settings with which its result expands."""
         c = self._config
-        h, *coefficients = expand(
-            y, h, dots, self[f"hc_{name}_base"], self[f"hc_{name}_scale"],
-            iters=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps,
-        )  # fmt: skip
+        x, dots = site(h, pre, self[f"hc_{name}_fn"], self[f"{name}_norm"].weight, norm_eps=c.rms_norm_eps)
+        step.note(f"{name}.x", x)
+        streams = (h, dots, self[f"hc_{name}_base"], self[f"hc_{name}_scale"])
+        return x, streams, {"iters": c.hc_sinkhorn_iters, "eps": c.hc_eps, "norm_eps": c.rms_norm_eps}
+
+    def _ended(self, name: str, ended: Ended, step: Step) -> tuple[mx.array, mx.array]:
+        """The streams behind a sublayer, and the coefficients that collapse them for the next."""
+        y, h, *coefficients = ended
+        step.note(f"{name}.y", y)
         for coefficient, value in zip(("pre", "post", "comb"), coefficients, strict=True):
             step.note(f"{name}.{coefficient}", value)
         return h, coefficients[0]

@@ -6,7 +6,8 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.expert_matmul import SharedDown, expert_down, expert_swiglu
+from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams, experts_expand
+from mlx_ds4.custom_kernels.expert_matmul import SharedDown, expert_swiglu
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.router import route
 from mlx_ds4.custom_kernels.shared_expert import shared_swiglu
@@ -55,15 +56,17 @@ class Experts(nn.Module):
         self.w3 = StackedLinear(experts, c.hidden_size, c.moe_intermediate_size)
         self.w2 = StackedLinear(experts, c.moe_intermediate_size, c.hidden_size)
 
-    def __call__(self, x: mx.array, chosen: mx.array, weights: mx.array, shared: SharedDown) -> mx.array:
+    def __call__(
+        self, x: mx.array, chosen: mx.array, weights: mx.array, shared: SharedDown, streams: Streams, **steps: float
+    ) -> Ended:
         """x [N, C], chosen int32 [N, K] ascending, weights float32 [N, K], the shared expert's activations and its
-        last matrix -> bfloat16 [N, C]."""
+        last matrix; y and what it makes of the streams, as `experts_expand` returns them."""
         if self.w1.rounds_input or self.w3.rounds_input:
             x = fake_quant_fp8(x)
         a = expert_swiglu(x, stored(self.w1.weight), stored(self.w3.weight), chosen, weights, limit=self._limit)
         if self.w2.rounds_input:
             a = fake_quant_fp8(a)
-        return expert_down(a, stored(self.w2.weight), chosen, shared)
+        return experts_expand(a, stored(self.w2.weight), chosen, shared, streams, **steps)
 
 
 class SharedExpert(nn.Module):
@@ -86,7 +89,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """x [B, L, C] -> bfloat16 [B, L, C] (architecture notes 8)."""
+    """The feed-forward part (architecture notes 8): x [B, L, C] -> y bfloat16 [B, L, C], and the streams behind it."""
 
     def __init__(self, config: ModelConfig, *, experts: int | None = None, top_k: int | None = None):
         super().__init__()
@@ -97,13 +100,12 @@ class MoE(nn.Module):
         self.experts = Experts(config, experts)
         self.shared_experts = SharedExpert(config)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, step: Step, streams: Streams, **steps: float) -> Ended:
+        """`streams` and `steps` as `experts_expand` takes them, which makes the result."""
         rows = x.reshape(-1, x.shape[-1])
         logits, shared = self.shared_experts.activate(rows, self.gate)
         chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
-        y = self.experts(rows, chosen, weights, (shared, stored(self.shared_experts.w2.weight))).reshape(x.shape)
-        for name, value in (
-            ("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights), ("ffn.y", y)
-        ):  # fmt: skip
+        last = (shared, stored(self.shared_experts.w2.weight))
+        for name, value in (("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights)):
             step.note(name, value.reshape(*x.shape[:-1], -1))
-        return y
+        return self.experts(rows, chosen, weights, last, streams, **steps)

@@ -58,6 +58,7 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   for (int i = 0; i < 4; i++) out |= unsigned(both >> (8 * ((select >> (4 * i)) & 7)) & 255) << (8 * i);
   return out;
 }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static int __ffsll(unsigned long long x) { return __builtin_ffsll((long long)x); }

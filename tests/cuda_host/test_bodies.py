@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels import (
+    _expand_cuda,
     _quant_cuda,
     _quant_group_cuda,
     expert_matmul,
+    hyper_connection,
     index_score,
     quant_matmul,
     sparse_attention,
@@ -182,6 +184,50 @@ def test_first_half_of_the_feed_forward_part(traced, formats):
     assert compare(logits, quant_matmul.quant_matmul_ref(r, *router, out_dtype=mx.float32), 1e-5)[0] is None
     alone = run_all(lambda: half(x[5:6], router_x=r[5:6]))
     assert mx.array_equal(alone[0], logits[5:6]) and mx.array_equal(alone[1], a[5:6])
+
+
+STEPS = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
+
+
+def streams_of(rows: int, M: int, C: int):
+    """h, partial sums, base and scale of a site."""
+    rng = np.random.default_rng(7)
+    O = M * (M + 2)
+    dots, base, scale = (rng.standard_normal(shape, dtype=np.float32) for shape in ((rows, 32, O + 1), O, 3))
+    dots[..., O] = np.abs(dots[..., O]) + M * C / 32
+    return rows_of(rows * M, C, 8).reshape(rows, M, C), mx.array(dots), mx.array(base), mx.array(scale)
+
+
+def check_expanded(got: list[mx.array], y: mx.array, streams) -> None:
+    """y to the bit, the rest as the reference makes it from y."""
+    assert mx.array_equal(got[0], y)
+    for value, want in zip(got[1:], hyper_connection.expand_ref(y, *streams, **STEPS), strict=True):
+        assert compare(value, want, 1e-5)[0] is None
+
+
+@pytest.mark.parametrize(("M", "C", "width"), [(4, 40, 128), (2, 72, 1024), (1, 16, 256)])
+def test_projection_that_expands(traced, M, C, width):
+    """One warp for 16 rows and several; one row alone as among three."""
+    weight = ("Q8_0", random_planes(np.random.default_rng(9), "Q8_0", C, width))
+    x, streams = rows_of(3, width), streams_of(3, M, C)
+    got = run_all(lambda: _expand_cuda.project(x, weight, streams, **STEPS))
+    y = run(lambda: _quant_cuda.dense(x, *weight, groups=1, out_dtype=mx.bfloat16))
+    check_expanded(got, y, streams)
+    row = (streams[0][1:2], streams[1][1:2], *streams[2:])
+    alone = run_all(lambda: _expand_cuda.project(x[1:2], weight, row, **STEPS))
+    assert all(mx.array_equal(a, b[1:2]) for a, b in zip(alone, got, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_experts_that_expand(traced, rows):
+    rng = np.random.default_rng(10)
+    E, K, F, C = 5, 2, 256, 40
+    down, shared = ("Q2_K", random_planes(rng, "Q2_K", E, C, F)), ("Q8_0", random_planes(rng, "Q8_0", C, F))
+    a, s, streams = rows_of(rows * K, F).reshape(rows, K, F), rows_of(rows, F, 1), streams_of(rows, 4, C)
+    chosen = mx.array(np.sort(np.argsort(rng.random((rows, E)), axis=1)[:, :K], axis=1).astype(np.int32))
+    got = run_all(lambda: _expand_cuda.experts(a, down, chosen, (s, shared), streams, **STEPS))
+    y = run(lambda: _quant_cuda.down_few(a, *down, chosen, (s, shared)))
+    check_expanded(got, y, streams)
 
 
 SMALL = [case for module in (index_score, sparse_attention) for case in module.cases() if not case.large]

@@ -14,6 +14,7 @@ from mlx_ds4.custom_kernels._kernel import blank, floats, trace
 from mlx_ds4.custom_kernels._octet import numbers
 from mlx_ds4.custom_kernels._random_planes import random_planes
 from mlx_ds4.custom_kernels.engram import engram_embedding, engram_update
+from mlx_ds4.custom_kernels.expand_matmul import experts_expand, project_expand
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu
 from mlx_ds4.custom_kernels.hyper_connection import collapse, collapse_norm, expand, site
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul, quant_matmul_group
@@ -90,6 +91,12 @@ def calls():
     return [
         ("site", lambda *i: site(*i, fn, weight, norm_eps=1e-20), [h, pre]),
         ("expand", lambda *i: expand(*i, base, scale, **steps), [x, h, dots]),
+        ("project_expand", lambda x, *i: project_expand(x, q8, (*i, base, scale), **steps), [x, h, dots]),
+        (
+            "experts_expand",
+            lambda a, c, *i: experts_expand(a, down, c, (a[:, 0], q8), (*i, base, scale), **steps),
+            [a, chosen, h, dots],
+        ),
         ("collapse", collapse, [h, pre]),
         ("collapse_norm", lambda *i: collapse_norm(*i, weight, 1e-20), [h, pre]),
         ("rms_norm", lambda x: rms_norm(x, weight, 1e-20), [x]),
@@ -98,7 +105,7 @@ def calls():
         ("quant_matmul_group", lambda x: quant_matmul_group(x, [q8, float_], out_dtype=[mx.bfloat16, mx.float32]), [x]),
         ("shared_swiglu", lambda x: shared_swiglu(x, q8, q8, x, float_, limit=1.0), [x]),
         ("expert_swiglu", lambda *i: expert_swiglu(*i, limit=1.0), [x, experts, experts, chosen, weights]),
-        ("expert_down", lambda a, chosen: expert_down(a, down, chosen, (a[:, 0], ("Q8_0", q8[1]))), [a, chosen]),
+        ("expert_down", lambda a, chosen: expert_down(a, down, chosen, (a[:, 0], q8)), [a, chosen]),
         ("engram_embedding", engram_embedding, [records]),
         ("engram_update", lambda h, kv: engram_update(h, kv, h[0], h[0], eps=1e-20), [h, normal(2, 5 * C)]),
         ("top_k", lambda s: topk.top_k(s, 8), [scores]),

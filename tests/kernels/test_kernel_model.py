@@ -13,7 +13,7 @@ STEPS = 3
 # Families that the emulated run must have gone through.
 USED = {
     *("rms_norm", "fake_quant", "hyper_connection", "router", "expert_matmul", "quant_matmul"),
-    *("topk", "index_score", "sparse_attention", "engram", "cache_entry", "compress", "shared_expert"),
+    *("topk", "index_score", "sparse_attention", "engram", "cache_entry", "compress", "shared_expert", "expand_matmul"),
 }
 
 

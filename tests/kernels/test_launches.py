@@ -31,7 +31,7 @@ def test_table_of_a_decode_step(shipped, rows):
         kernels = table(shipped, rows)
     for kind in KINDS:
         assert re.search(rf"^{kind}\s+\d+\s+[1-9]", kernels, re.M), kernels
-    assert per_token(kernels) <= 880  # a ceiling that only falls; the goal is 750
+    assert per_token(kernels) <= 840  # a ceiling that only falls; the goal is 750
 
 
 def test_references_are_counted_too(shipped):

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _quant_cuda, _quant_group_cuda
+from mlx_ds4.custom_kernels import _expand_cuda, _quant_cuda, _quant_group_cuda
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, trace, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
@@ -207,14 +207,20 @@ def bodies_for_cuda_alone() -> None:
         for count in range(2, 6):
             dtypes = [mx.float32, mx.bfloat16] * 3
             _quant_group_cuda.together(x, group[:count], dtypes[:count])
+        streams = (mx.zeros((3, 4, 64), dtype=mx.bfloat16), mx.zeros((3, 32, 25)), mx.zeros(24), mx.zeros(3))
+        steps = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
+        _expand_cuda.project(x, (format, planes), streams, **steps)
         for router in group[:2]:
             _quant_group_cuda.shared_swiglu(x, group[0], group[0], x, router, 10.0)
         if format != "FP8":
             up, down = random_planes(rng, format, 3, 256, 1024), random_planes(rng, format, 3, 1024, 256)
             a = mx.zeros((3, 2, 256), dtype=mx.bfloat16)
+            wide = (mx.zeros((3, 4, 1024), dtype=mx.bfloat16), *streams[1:])
+            last = (x, (format, random_planes(rng, format, 1024, 1024)))
+            _expand_cuda.experts(a, (format, down), chosen, last, wide, **steps)
             for pairs in (None, plan):
                 _quant_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, pairs)
-            for shared in (None, x, (x, (format, random_planes(rng, format, 1024, 1024)))):
+            for shared in (None, x, last):
                 _quant_cuda.down_few(a, format, down, chosen, shared)
             _quant_cuda.down_many(a, format, down, plan)
 
@@ -231,10 +237,11 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
-    texts = [MLX, _quant_group_cuda.HEADER]
+    own = _quant_cuda.HEADER
+    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own)]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
-        assert _quant_group_cuda.HEADER.startswith(head)
+        assert head in (own, _quant_group_cuda.HEADER, _expand_cuda.HEADER)
         texts.append(function(launch.kernel, launch, f"k{i}", body))
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
