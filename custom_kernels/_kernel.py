@@ -13,12 +13,16 @@ Two environment variables steer it, both read once:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import hashlib
 import importlib
 import os
 import pkgutil
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -201,6 +205,32 @@ def blank(*shape: int) -> mx.array:
     return mx.array(np.zeros(shape, dtype=np.int32))
 
 
+@functools.cache
+def _header_folder() -> Path | None:
+    """A folder for header files that ends with the process; None where none can be made or named in an #include."""
+    try:
+        folder = tempfile.mkdtemp(prefix="mlx_ds4-")
+    except OSError:
+        return None
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return None if set(folder) & set('"\\\n') else Path(folder)
+
+
+@functools.cache
+def included(header: str) -> str:
+    """A line that includes `header` from a file. MLX's CUDA back end hashes the whole text of a kernel at each launch,
+    5 us for 35 KB; where no file can be written, the text itself."""
+    folder = _header_folder()
+    if folder is None:
+        return header
+    path = folder / f"{hashlib.sha256(header.encode()).hexdigest()[:16]}.h"
+    try:
+        path.write_text(header, encoding="utf-8")
+    except OSError:
+        return header
+    return f'#include "{path}"\n'
+
+
 # --- one kernel ---------------------------------------------------------------------------------------------
 
 
@@ -272,7 +302,7 @@ class Kernel:
             input_names=self.input_names,
             output_names=self.output_names,
             source=source,
-            header=header,
+            header=included(header),
             ensure_row_contiguous=self.ensure_row_contiguous,
         )
 

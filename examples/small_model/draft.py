@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.hyper_connection import collapse_ref, expand_ref
+from mlx_ds4.custom_kernels.hyper_connection import collapse_ref, spread_ref
 from mlx_ds4.custom_kernels.rms_norm import rms_norm_ref
 from mlx_ds4.custom_kernels.rope import rope_table
 from mlx_ds4.model.dspark import stage_config
@@ -62,10 +62,10 @@ def hidden(
         attn_pre, post, comb = mix(named, c, name + "hc_attn_", h)
         x = rms_norm_ref(collapse_ref(h, pre), named[name + "attn_norm.weight"], eps)
         y = _attention(named, c, name + "attn.", x, ring[:, before], mask, turn, state)
-        h = expand_ref(y, h, post, comb)
+        h = spread_ref(y, h, post, comb)
         ffn_pre, post, comb = mix(named, c, name + "hc_ffn_", h)
         x = rms_norm_ref(collapse_ref(h, attn_pre), named[name + "ffn_norm.weight"], eps)
-        h = expand_ref(experts(named, biases, name + "ffn.", x, c.num_experts_per_tok, c, state), h, post, comb)
+        h = spread_ref(experts(named, biases, name + "ffn.", x, c.num_experts_per_tok, c, state), h, post, comb)
         pre = ffn_pre
     return collapse_ref(h, pre)
 

@@ -18,11 +18,11 @@ import numpy as np
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.compress import pool_pairs_ref
 from mlx_ds4.custom_kernels.engram import engram_dot
-from mlx_ds4.custom_kernels.expert_matmul import clamped_swiglu_ref
-from mlx_ds4.custom_kernels.hyper_connection import collapse_ref, expand_ref
+from mlx_ds4.custom_kernels.hyper_connection import collapse_ref, spread_ref
 from mlx_ds4.custom_kernels.rms_norm import rms_norm_ref
 from mlx_ds4.custom_kernels.rope import rope_table
 from mlx_ds4.custom_kernels.router import router_scores
+from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu_ref
 from mlx_ds4.custom_kernels.topk import top_k_mask
 from mlx_ds4.model.step import layer_frequencies
 
@@ -119,11 +119,11 @@ def layer(
         state.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
     attn_pre, post, comb = mix(named, config, name + "hc_attn_", h)
     x = rms_norm_ref(collapse_ref(h, pre), named[name + "attn_norm.weight"], eps)
-    h = expand_ref(attention(named, config, index, x, state), h, post, comb)
+    h = spread_ref(attention(named, config, index, x, state), h, post, comb)
     ffn_pre, post, comb = mix(named, config, name + "hc_ffn_", h)
     x = rms_norm_ref(collapse_ref(h, attn_pre), named[name + "ffn_norm.weight"], eps)
     y = experts(named, biases, name + "ffn.", x, config.num_experts_per_tok, config, state)
-    return expand_ref(y, h, post, comb), ffn_pre
+    return spread_ref(y, h, post, comb), ffn_pre
 
 
 def linear(x: mx.array, weight: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
@@ -137,18 +137,23 @@ def mix(named: Named, config: ModelConfig, name: str, h: mx.array) -> tuple[mx.a
     """pre, post and comb of a site; the gradient of the Sinkhorn sweeps comes from the last ones."""
     M, eps = config.hc_mult, config.hc_eps
     fn, base, scale = (named[name + part] for part in ("fn", "base", "scale"))
-    x = h.astype(mx.float32).reshape(*h.shape[:-2], -1)
-    m = (x @ fn.T) * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
+    x = h.astype(mx.float32)
+    squares = (x * x).sum(axis=-1).sum(axis=-1, keepdims=True)  # in the order of `site_ref`
+    x = x.reshape(*h.shape[:-2], -1)
+    m = (x @ fn.T) * mx.rsqrt(squares / x.shape[-1] + config.rms_norm_eps)
     part = mx.array([0] * M + [1] * M + [2] * M * M)
     pre, post, g = mx.split(m * scale[part] + base, [M, 2 * M], axis=-1)
     pre, post = mx.sigmoid(pre) + eps, 2 * mx.sigmoid(post)
-    g = mx.softmax(g.reshape(*m.shape[:-1], M, M), axis=-1) + eps
+    g = g.reshape(*m.shape[:-1], M, M)
+    g = mx.exp(g - mx.stop_gradient(g.max(axis=-1, keepdims=True)))  # in the steps of `split_ref`
+    g = g / g.sum(axis=-1, keepdims=True) + eps
     g = g / (g.sum(axis=-2, keepdims=True) + eps)
     sweeps = config.hc_sinkhorn_iters - 1
     settled = mx.stop_gradient(g)
     for _ in range(sweeps - _LEARNED_SWEEPS):
         settled = _sweep(settled, eps)
-    g = g * mx.stop_gradient(settled / g)
+    scaled = g * mx.stop_gradient(settled / g)  # the gradient's path; its value may be one unit off
+    g = settled + (scaled - mx.stop_gradient(scaled))
     for _ in range(min(sweeps, _LEARNED_SWEEPS)):
         g = _sweep(g, eps)
     return pre, post, g

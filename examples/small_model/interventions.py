@@ -13,6 +13,7 @@ from unittest import mock
 import mlx.core as mx
 from mlx import nn
 
+from mlx_ds4.custom_kernels._rows import ring_ref
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.model import attention, indexer, linear, moe
@@ -53,9 +54,9 @@ def random_indexer(model: Model, seed: int = 0) -> Iterator[None]:
     """Rows are selected by chance among the visible ones (and, as before, within the candidate blocks)."""
     key = mx.random.key(seed)
 
-    def scores(q, weights, keys, visible, candidates, *, block_size, bf16):
+    def scores(*inputs, **options):
         nonlocal key
-        real = _index_scores(q, weights, keys, visible, candidates, block_size=block_size, bf16=bf16)
+        real = _index_scores(*inputs, **options)
         key, own = mx.random.split(key)
         return mx.where(real > -mx.inf, mx.random.uniform(shape=real.shape, key=own), real)
 
@@ -68,12 +69,17 @@ def random_indexer(model: Model, seed: int = 0) -> Iterator[None]:
 def fake_quantization_off() -> Iterator[None]:
     """Cache entries, index vectors and the inputs of linear layers are not rounded to FP8 and FP4."""
 
-    def cache_entry(x, cos, sin, kind, *, weight=None, eps=0.0):
-        return rope(x if weight is None else rms_norm(x, weight, eps), cos, sin)
+    def cache_entry(x, cos, sin, kind, *, weight=None, eps=0.0, into=None, at=None):
+        rows = rope(x if weight is None else rms_norm(x, weight, eps), cos, sin)
+        return rows if into is None else ring_ref(into, rows, at, axis=1)
+
+    def norm_and_entry(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, **ring):
+        return rms_norm(low_rank, q_weight, eps), cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, **ring)
 
     with contextlib.ExitStack() as stack:
         for module in (attention, indexer):
             stack.enter_context(mock.patch.object(module, "cache_entry", cache_entry))
+        stack.enter_context(mock.patch.object(attention, "norm_and_entry", norm_and_entry))
         for module in (linear, moe):
             stack.enter_context(mock.patch.object(module, "fake_quant_fp8", lambda x: x))
         yield
@@ -109,14 +115,14 @@ class _NoEngram(nn.Module):
 class _NoSelection(nn.Module):
     def __init__(self, real):
         super().__init__()
-        self.real = real
+        for name, part in real.items():
+            self[name] = part
 
-    def keys(self, latent, step):
-        return self.real.keys(latent, step)
+    def scores_entries(self, step):
+        return False
 
-    def __call__(self, x, qr, keys, step):
-        step.selection = mx.zeros((x.shape[0], step.length, 0), dtype=mx.int32)
-        step.candidates = None
+    def __call__(self, batch, keys, step, q=None, weights=None):
+        step.selection = step.candidates = None
 
 
 class _Skipped(nn.Module):

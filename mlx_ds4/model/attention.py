@@ -8,18 +8,20 @@ from mlx import nn
 from mlx_ds4.cache import GrowingRows, LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
+from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
 from .compressor import Compressor
 from .indexer import Indexer
-from .linear import GroupedLinear, Linear, apply_together
+from .linear import GroupedLinear, Linear, apply_and_expand, apply_together
 from .norm import RMSNorm
 from .step import Rotation, Step
 
 
 class Attention(nn.Module):
-    """One attention sublayer; x [B, L, C] normed and collapsed -> bfloat16 [B, L, C] (architecture notes 5)."""
+    """One attention sublayer (architecture notes 5): x [B, L, C] normed and collapsed -> y bfloat16 [B, L, C], and the
+    streams behind it."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -40,7 +42,8 @@ class Attention(nn.Module):
         if c.owns_index(layer):
             self.indexer = Indexer(c, layer)
 
-    def __call__(self, x: mx.array, step: Step, cache: LayerCache) -> mx.array:
+    def __call__(self, x: mx.array, step: Step, cache: LayerCache, streams: Streams, **steps: float) -> Ended:
+        """`streams` and `steps` as `project_expand` takes them, which makes the result."""
         c = self._config
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
@@ -65,13 +68,12 @@ class Attention(nn.Module):
             if step.selection is not None:
                 sources.append((step.source.compressed.split, step.selection))
         o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn, turn_queries=True)
-        y = self.wo_b(self.wo_a(o.reshape(B, L, -1)))
         if step.traces:
             slots = mx.array(step.positions % near.shape[1])
             newest = mx.take(near, slots, axis=1) if step.short else near[:, -L:]
-            for name, value in (("qr", qr), ("q", rope(q, *turn)), ("kv", newest), ("o", o), ("y", y)):
+            for name, value in (("qr", qr), ("q", rope(q, *turn)), ("kv", newest), ("o", o)):
                 step.note(f"attn.{name}", value)
-        return y
+        return apply_and_expand(self.wo_a(o.reshape(B, L, -1)), self.wo_b, streams, **steps)
 
     def _enter(
         self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache

@@ -8,7 +8,9 @@ must hash. The second runs the rest. Positions, bounds and slots are arrays, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -32,7 +34,9 @@ class CompiledSteps:
     def __init__(self, model: Model):
         self._model = model
         self._graphs: dict[tuple, Callable] = {}
-        self._seen: list[tuple[Any, Any, Any]] = []
+        # What the module tree held when the graphs were traced, and live views of the places that held it.
+        self._views: list[Collection] = []
+        self._seen: list[Any] = []
 
     def __call__(self, tokens: mx.array, cache: Cache, last_only: bool) -> tuple[mx.array, list[mx.array]]:
         """As `Model.forward`, for a step of at most 8 rows behind `cache.begin`."""
@@ -82,18 +86,17 @@ class CompiledSteps:
     def _graph(self, key: tuple, make: Callable[[], Callable]) -> Callable:
         if key not in self._graphs:
             if not self._seen:
-                self._seen = list(_entries(self._model))
+                self._views = list(_containers(self._model))
+                self._seen = list(chain.from_iterable(self._views))
                 mx.eval(self._model.parameters())  # a graph takes no pending arrays as constants
             self._graphs[key] = mx.compile(make())
         return self._graphs[key]
 
     def _start_anew_if_changed(self) -> None:
-        try:
-            same = all(container[key] is value for container, key, value in self._seen)
-        except (KeyError, IndexError):
-            same = False
-        if not same:
-            self._graphs, self._seen = {}, []
+        # Thousands of values at each step: compared by iterators that run in C.
+        same = sum(map(len, self._views)) == len(self._seen)
+        if not same or not all(map(is_, chain.from_iterable(self._views), self._seen)):
+            self._graphs, self._views, self._seen = {}, [], []
 
 
 def _split(model: Model) -> int:
@@ -103,16 +106,17 @@ def _split(model: Model) -> int:
     return first if all(c.ratio(layer) == 0 for layer in range(first)) else 0
 
 
-def _entries(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """(container, key, value) of everything that a module tree holds: parameters, modules, and plain settings."""
+def _containers(value: Any) -> Iterator[Collection]:
+    """The values of every dict and list of a module tree: parameters, modules, and plain settings."""
     if isinstance(value, nn.Module):
-        yield from ((vars(value), key, setting) for key, setting in vars(value).items())
+        yield vars(value).values()
     if isinstance(value, dict):
-        pairs = value.items()
+        yield value.values()
+        parts = value.values()
     elif isinstance(value, list | tuple):
-        pairs = enumerate(value)
+        yield value
+        parts = value
     else:
         return
-    for key, part in pairs:
-        yield value, key, part
-        yield from _entries(part)
+    for part in parts:
+        yield from _containers(part)

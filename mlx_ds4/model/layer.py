@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams
-from mlx_ds4.custom_kernels.hyper_connection import expand, site
+from mlx_ds4.custom_kernels.hyper_connection import site
 
 from .attention import Attention
 from .engram import Engram
@@ -49,8 +49,7 @@ class Layer(nn.Module):
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
         x, streams, steps = self._site("attn", h, pre, step)
-        y = self.attn(x, step, cache)
-        h, pre = self._ended("attn", (y, *expand(y, *streams, **steps)), step)
+        h, pre = self._ended("attn", self.attn(x, step, cache, streams, **steps), step)
         step.note("h_mid", h)
         x, streams, steps = self._site("ffn", h, pre, step)
         h, pre = self._ended("ffn", self.ffn(x, step, streams, **steps), step)

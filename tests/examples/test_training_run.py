@@ -105,8 +105,9 @@ def test_a_resumed_run_is_the_same_run(data, run, tmp_path, monkeypatch):
     for stem in ("model", "drafter"):
         whole, resumed = (training.read_weights(folder, stem) for folder in (run, tmp_path / "out"))
         assert whole.keys() == resumed.keys()
-        # An array read from a file lies elsewhere in memory, which moves the last bit of MLX's sums on the CPU.
-        assert all(mx.abs(whole[name] - resumed[name]).max().item() <= 1e-7 for name in whole)
+        # An array read from a file lies elsewhere in memory, which moves the last bit of MLX's sums on the CPU: four
+        # units in the last place of 1, in a handful of steps.
+        assert all(mx.abs(whole[name] - resumed[name]).max().item() <= 5e-7 for name in whole)
 
 
 def test_a_run_ends_with_its_time(data, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -264,7 +265,15 @@ def test_the_gpu_back_ends_get_the_text_and_the_call(monkeypatch, where):
         assert fields["header"] == kernel.header and fields["source"] == kernel.source
         assert fields["atomic_outputs"] is False
     else:
-        assert "__device__ inline int one(const  int* p)" in fields["header"]
+        path = re.fullmatch(r'#include "(.+)"\n', fields["header"])[1]
+        assert "__device__ inline int one(const  int* p)" in Path(path).read_text(encoding="utf-8")
+
+
+def test_a_header_stays_in_the_text_where_no_file_can_be_written(monkeypatch):
+    monkeypatch.setattr(_kernel, "_header_folder", lambda: None)
+    assert _kernel.included.__wrapped__("// long") == "// long"
+    monkeypatch.setattr(_kernel, "_header_folder", lambda: Path("/nowhere"))
+    assert _kernel.included.__wrapped__("// long") == "// long"
 
 
 def test_the_emulator_gets_the_kernel_and_the_options(monkeypatch):
