@@ -23,6 +23,9 @@ from mlx_ds4.model.dspark import stage_config
 from . import rounding
 
 TILE = 32
+# Every weight starts at a multiple of so many numbers: cuBLAS picks products for matrices that start at 256 bytes, and
+# refuses a slice that does not.
+_ALIGNED = 64
 CLASSES = ("FP4", "FP8", "ROWS", "BF16", "VECTORS", "F32")
 
 
@@ -58,13 +61,14 @@ class Layout:
         """Flat vectors of fresh weights."""
         rng = np.random.default_rng(seed)
         return {
-            name: mx.array(np.concatenate([_flat(w, _fresh(w, rng)) for w in ws])) for name, ws in self.classes.items()
+            name: mx.array(np.concatenate([_padded(_flat(w, _fresh(w, rng))) for w in ws]))
+            for name, ws in self.classes.items()
         }
 
     def flat(self, named: dict[str, np.ndarray]) -> dict[str, mx.array]:
         """Flat vectors of named float32 arrays."""
         return {
-            name: mx.array(np.concatenate([_flat(w, np.asarray(named[w.name], np.float32)) for w in ws]))
+            name: mx.array(np.concatenate([_padded(_flat(w, np.asarray(named[w.name], np.float32))) for w in ws]))
             for name, ws in self.classes.items()
         }
 
@@ -73,10 +77,14 @@ class Layout:
         out: dict[str, mx.array] = {}
         for name, weights in self.classes.items():
             vector = _ROUND[name](flat[name])
-            ends = np.cumsum([math.prod(w.shape) for w in weights])[:-1].tolist()
+            ends = np.cumsum([-(-math.prod(w.shape) // _ALIGNED) * _ALIGNED for w in weights])[:-1].tolist()
             for weight, part in zip(weights, mx.split(vector, ends) if ends else [vector], strict=True):
-                out[weight.name] = _shaped(weight, part)
+                out[weight.name] = _shaped(weight, part[: math.prod(weight.shape)])
         return out
+
+
+def _padded(flat: np.ndarray) -> np.ndarray:
+    return np.pad(flat, (0, -flat.size % _ALIGNED))
 
 
 _ROUND = {
