@@ -99,8 +99,10 @@ _GATE_UP_MAIN = """
     float up[NT][4], gate[NT][4];
     clear(gate);
     clear(up);
-    product<F, NT>(gate, w1, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
-    product<F, NT>(up, w3, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
+    product<F, NT, Weight<F>::SHALLOW>(
+        gate, w1, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
+    product<F, NT, Weight<F>::SHALLOW>(
+        up, w3, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
     for (int i = 0; i < NT; i++)
       for (int c = 0; c < 4; c++) {
         part[(warp * NT + i) * 128 + 32 * c + lane] = gate[i][c];
@@ -196,7 +198,7 @@ DOWN_FEW_SOURCE = (
         rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;
         float acc[1][4];
         clear(acc);
-        product<F, 1>(
+        product<F, 1, Weight<F>::SHALLOW>(
             acc, w, (size_t)expert * N, tile, N, K, rows, side ? half : 0, 1, side ? units : half, grid_s);
         for (int c = 0; c < 4; c++) {
           const int n = 2 * t + (c & 1);

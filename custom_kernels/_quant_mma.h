@@ -76,7 +76,8 @@ __device__ __forceinline__ void scaled_block(
   }
 }
 
-// A format: UNIT columns a step, DEPTH steps in flight; CODES, SCALES and SUPERS bytes of a step in each plane, and how
+// A format: UNIT columns a step; steps in flight: DEPTH where a warp reads one matrix for 8 rows, SHALLOW where it holds
+// more sums or changes matrices (measured, docs/log.md); CODES, SCALES and SUPERS bytes of a step in each plane, and how
 // far lanes t lie apart in the planes and the columns. load() issues the reads of a step for rows g and g + 8, multiply()
 // adds its products; pointers are at the step and the lane already. Widths are whole units.
 template <int F>
@@ -84,7 +85,7 @@ struct Weight;
 
 template <>
 struct Weight<Q8_0> {
-  static constexpr int UNIT = 128, DEPTH = 3, CODES = 128, SCALES = 8, SUPERS = 0;
+  static constexpr int UNIT = 128, DEPTH = 5, SHALLOW = 3, CODES = 128, SCALES = 8, SUPERS = 0;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4], s[2];
   __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
@@ -118,7 +119,7 @@ struct Weight<Q8_0> {
 // e4m3 codes; one power-of-two scale for each 32x32 tile, so the 16 rows of a warp share it.
 template <>
 struct Weight<FP8> {
-  static constexpr int UNIT = 128, DEPTH = 3, CODES = 128, SCALES = 4, SUPERS = 0;
+  static constexpr int UNIT = 128, DEPTH = 3, SHALLOW = 3, CODES = 128, SCALES = 4, SUPERS = 0;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4];
   u32 s;
@@ -153,7 +154,7 @@ struct Weight<FP8> {
 
 template <>
 struct Weight<Q4_K> {
-  static constexpr int UNIT = 256, DEPTH = 2, CODES = 128, SCALES = 12, SUPERS = 4;
+  static constexpr int UNIT = 256, DEPTH = 2, SHALLOW = 2, CODES = 128, SCALES = 12, SUPERS = 4;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4];
   u32 s[2][3];
@@ -214,7 +215,7 @@ struct Weight<Q4_K> {
 // Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns.
 template <>
 struct Weight<Q2_K> {
-  static constexpr int UNIT = 256, DEPTH = 3, CODES = 64, SCALES = 16, SUPERS = 4;
+  static constexpr int UNIT = 256, DEPTH = 5, SHALLOW = 3, CODES = 64, SCALES = 16, SUPERS = 4;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 4, LANE_COLUMNS = 8;
   uint2 q[2][2];
   u32 s[2];  // of blocks 2 t and 2 t + 1
@@ -270,7 +271,7 @@ struct Weight<Q2_K> {
 // An octet is one entry of the grid (8 magnitudes as bfloat16 in shared memory) and 7 sign bits with parity.
 template <>
 struct Weight<IQ2_XXS> {
-  static constexpr int UNIT = 128, DEPTH = 2, CODES = 32, SCALES = 0, SUPERS = 0;  // half a block of 256
+  static constexpr int UNIT = 128, DEPTH = 4, SHALLOW = 2, CODES = 32, SCALES = 0, SUPERS = 0;  // half a block of 256
   static constexpr int LANE_CODES = 0, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint4 q[2][2];
   u32 d[2];
@@ -310,7 +311,7 @@ struct Weight<IQ2_XXS> {
 // Lane t owns a whole block of 32; e2m1 times its power of two is exact in bfloat16, so nothing is left for the sums.
 template <>
 struct Weight<MXFP4> {
-  static constexpr int UNIT = 128, DEPTH = 4, CODES = 64, SCALES = 4, SUPERS = 0;
+  static constexpr int UNIT = 128, DEPTH = 4, SHALLOW = 4, CODES = 64, SCALES = 4, SUPERS = 0;
   static constexpr int LANE_CODES = 16, LANE_SCALES = 1, LANE_COLUMNS = 32;
   uint4 q[2];
   u32 s[2];
@@ -365,11 +366,10 @@ __device__ __forceinline__ Planes row_of(const Planes& w, size_t row, int K) {
 
 // Adds the products of a warp's 16 rows, from row base + 16 tile of `w` on, with the columns of x: units first,
 // first + step, ... below `end`. Rows past the last (N) repeat it and are not stored.
-template <int F, int NT>
+template <int F, int NT, int D = NT == 1 ? Weight<F>::DEPTH : Weight<F>::SHALLOW>
 __device__ __forceinline__ void product(
     float (&acc)[NT][4], const Planes& w, size_t base, int tile, int N, int K, const Rows<NT>& x, int first, int step,
     int end, const uint4* grid) {
-  constexpr int D = Weight<F>::DEPTH;
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   const Planes rows[2] = {
       row_of<F>(w, base + min(16 * tile + g, N - 1), K), row_of<F>(w, base + min(16 * tile + g + 8, N - 1), K)};

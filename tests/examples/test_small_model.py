@@ -188,4 +188,6 @@ def test_flat_vectors_and_named_weights_are_the_same_numbers():
     for name, vector in flat.items():
         expected = vector.astype(mx.bfloat16).astype(mx.float32) if name in ("BF16", "VECTORS") else vector
         assert mx.array_equal(again[name], expected), name
-    assert sum(v.size for v in flat.values()) == layout.size
+    assert sum(v.size for v in named.values()) == layout.size
+    for name, weights in layout.classes.items():  # each weight on its own multiple of 256 bytes
+        assert flat[name].size == sum(-(-int(np.prod(w.shape)) // 64) * 64 for w in weights)
