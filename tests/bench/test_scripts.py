@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks import dspark, long_context, vs_peers
+from benchmarks import dspark, long_context, profile_step, vs_peers
+from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
 from tests.golden_tools import GOLDEN
 
 pytestmark = pytest.mark.slow
@@ -69,3 +70,18 @@ def test_long_contexts(capsys):
     stretches = [line for line in found if line["figure"] == "prefill"]
     assert [(line["from"], line["to"]) for line in stretches] == [(0, 32), (32, 64), (64, 96), (96, 128)]
     assert stretches[-1]["peak_beyond_weights"] >= stretches[-1]["cache_bytes"] > 0
+
+
+@pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
+def test_a_step_kernel_by_kernel(capsys):
+    with use_kernels("emulate", checked=False):
+        found = lines(profile_step, capsys, "--toy", "--rows", "1")
+    *kernels, total = found
+    assert {line["kernel"] for line in kernels} > {"sparse_attention", "hyper_connection_site", "router"}
+    assert total["us_a_step"] == pytest.approx(sum(line["us_a_step"] for line in kernels), abs=1)
+    assert [line["us_a_step"] for line in kernels] == sorted((line["us_a_step"] for line in kernels), reverse=True)
+
+
+def test_without_kernels_there_is_nothing_to_time(capsys):
+    assert profile_step.main(["--toy"]) == 2
+    assert "nothing to time" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 
@@ -84,3 +86,30 @@ def test_layers_are_evaluated_one_by_one(nano, monkeypatch):
     monkeypatch.setattr("mlx_ds4.model.model._EAGER_ROWS", 10**9)
     together = peak()
     assert one_by_one < 0.9 * together
+
+
+def test_a_step_copies_no_cache(nano_wide, monkeypatch):
+    """Eight times the old rows: a step of one row needs a little more memory for their scores, never for a copy."""
+    config = dataclasses.replace(nano_wide.config, max_position_embeddings=1 << 20)
+    monkeypatch.setattr(nano_wide, "config", config)
+    monkeypatch.setattr(index_score, "_TILE_ELEMENTS", 1 << 14)  # the reference widens the keys of one tile
+    peaks, sizes = [], []
+    for positions in (16_000, 128_000):
+        cache = nano_wide.make_cache()
+        cache.begin(1, 1)
+        owned = []
+        for index, layer in enumerate(cache):
+            for rows in (layer.compressed, layer.index_keys):
+                if rows is not None:
+                    shape = (1, positions // config.ratio(index), rows.recent.shape[-1])
+                    rows.append(mx.random.normal(shape).astype(mx.bfloat16))
+                    owned.append(rows)
+        cache.offset = positions
+        cache.history = np.zeros((1, config.engram_max_ngram_size - 1), np.int64)
+        mx.eval([layer.state for layer in cache])
+        old = [rows.old for rows in owned]
+        sizes.append(cache.nbytes)
+        peaks.append(peak_of(lambda cache=cache: [nano_wide(mx.array([[5]]), cache)]))
+        assert all(rows.old is before for rows, before in zip(owned, old, strict=True))
+    grown, cached = peaks[1] - peaks[0], sizes[1] - sizes[0]
+    assert cached > 50e6 and grown < cached / 4, (peaks, sizes)
