@@ -2,7 +2,8 @@
 
     python -m benchmarks.small_model [--tokens N]
 
-The shipped model (Q2 recipe) and the golden nano model (FP8 and FP4 weights). One JSON line a model.
+The shipped model and the golden nano model (FP8 and FP4 weights). One JSON line a model; where tokens differ, it says how
+far apart the reference's best two logits are at the first difference, and how far kernels move logits there (rms).
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ def tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
 
 
+def first_difference(path: Path, ids: list[int]) -> dict[str, float]:
+    """The gap of the reference's best two logits behind `ids`, and the rms by which kernels move logits there."""
+    logits = []
+    for mode in ("auto", "reference"):
+        with use_kernels(mode):
+            logits.append(load_model(path)[0](mx.array([ids]), last_only=True)[0, 0])
+            mx.eval(logits[-1])
+    kernels, reference = logits
+    second, best = mx.sort(reference)[-2:].tolist()
+    moved = mx.sqrt(mx.mean(mx.square(kernels - reference))).item()
+    return {"gap": round(best - second, 4), "moved": round(moved, 4), "logits_std": round(mx.std(reference).item(), 4)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=24)
@@ -53,6 +67,9 @@ def main() -> int:
         line = {"model": name, "backend": where, "tokens": count, "equal": equal, "launches": sum(launches.values())}
         if not equal:
             line |= {"kernels": kernels, "reference": reference, "cpu": cpu}
+            if kernels != reference:
+                same = next(i for i, pair in enumerate(zip(kernels, reference, strict=True)) if len(set(pair)) == 2)
+                line |= first_difference(path, PROMPTS[name] + kernels[:same])
         print(json.dumps(line | machine()), flush=True)
     return bad
 
