@@ -2,8 +2,8 @@
 
     python -m benchmarks.small_model [--tokens N]
 
-The shipped model and the golden nano model (FP8 and FP4 weights). One JSON line a model; where tokens differ, it says how
-far apart the reference's best two logits are at the first difference, and how far kernels move logits there (rms).
+The shipped model and the golden nano model (FP8 and FP4 weights). One JSON line a model; where tokens differ, it says
+how far apart the best two logits are at the first difference, and how far kernels move logits there (rms).
 """
 
 from __future__ import annotations
