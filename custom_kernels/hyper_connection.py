@@ -268,6 +268,7 @@ def cases() -> list[Case]:
             tolerance=1e-5 if name in ("site", "expand") else 2e-6,
             bytes=moved.get(name, 2 * N * C * (M + 1)),
             large=large,
+            roundings=2 if name in ("site", "collapse_norm") else 1,  # before the norm and after it
         )
 
     return [
