@@ -32,7 +32,8 @@ import numpy as np
 
 from ._case import Case
 from ._hyper_sources import COLLAPSE_NORM_SOURCE, COLLAPSE_SOURCE, EXPAND_HEADER, EXPAND_SOURCE, SITE_SOURCE
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
+from ._switches import enabled
 from .rms_norm import rms_norm_ref, simdgroups_for
 
 # A row's sum over M C products is cut into this many parts, whatever the number of rows: enough threadgroups

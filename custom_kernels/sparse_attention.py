@@ -32,8 +32,9 @@ import numpy as np
 
 from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, backend, enabled, floats
+from ._kernel import Kernel, floats
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
+from ._switches import backend, enabled
 from .rope import rope, rope_frequencies, rope_ref, rope_table
 
 _BLOCK = 64

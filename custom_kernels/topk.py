@@ -24,7 +24,8 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, blank, enabled
+from ._kernel import Kernel, blank
+from ._switches import enabled
 
 _MOST = 2048  # the largest k of the kernel: what a chunk keeps must be far below its size
 _CHUNK = 1 << 14  # scores of a threadgroup

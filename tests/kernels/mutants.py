@@ -8,7 +8,8 @@ import pytest
 
 from mlx_ds4.custom_kernels import _kernel
 from mlx_ds4.custom_kernels._case import Case, check
-from mlx_ds4.custom_kernels._kernel import Kernel, load_all, use_kernels
+from mlx_ds4.custom_kernels._kernel import Kernel, load_all
+from mlx_ds4.custom_kernels._switches import use_kernels
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, old: str, new: str, *, part: str | None = None) -> None:

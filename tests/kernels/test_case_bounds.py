@@ -16,7 +16,8 @@ import pytest
 
 from mlx_ds4.custom_kernels import hyper_connection, sparse_attention
 from mlx_ds4.custom_kernels._case import Case, check
-from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 
 BF = ml_dtypes.bfloat16
 

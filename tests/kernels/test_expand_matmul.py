@@ -8,8 +8,9 @@ import pytest
 
 from mlx_ds4.custom_kernels import expand_matmul
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand, experts_expand_ref, project_expand, project_expand_ref
 from mlx_ds4.custom_kernels.expert_matmul import expert_down
 from mlx_ds4.custom_kernels.hyper_connection import expand

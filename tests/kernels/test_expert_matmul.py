@@ -8,8 +8,9 @@ import pytest
 
 from mlx_ds4.custom_kernels import _expert_sources, _kernel, expert_matmul
 from mlx_ds4.custom_kernels._count import count_launches, count_primitives
-from mlx_ds4.custom_kernels._kernel import disable, emulator_missing, families, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import disable, families, use_kernels
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_down_ref, expert_swiglu, expert_swiglu_ref
 from mlx_ds4.formats import planes as block_planes
 from tests.golden_tools import golden

@@ -11,7 +11,8 @@ import pytest
 
 from mlx_ds4.custom_kernels._case import all_cases, check, compare, outputs
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing, load_all, trace, use_kernels
+from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing, load_all
+from mlx_ds4.custom_kernels._switches import trace, use_kernels
 
 SMALL = [case for case in all_cases() if not case.large]
 FUSED = list({getattr(case.fn, "func", case.fn): case for case in SMALL}.values())  # one case for each op

@@ -10,8 +10,9 @@ import pytest
 
 from mlx_ds4.custom_kernels import _kernel, _octet, quant_matmul
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import Kernel, disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import Kernel, emulator_missing
 from mlx_ds4.custom_kernels._random_planes import BYTES, random_planes
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.quant_matmul import (
     grouped_quant_matmul,
     grouped_quant_matmul_ref,

@@ -8,8 +8,9 @@ import pytest
 
 from mlx_ds4.custom_kernels import shared_expert
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul, quant_matmul_group
 from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu, shared_swiglu, shared_swiglu_ref
 from tests.kernels import mutants
