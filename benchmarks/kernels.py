@@ -29,7 +29,7 @@ import numpy as np
 
 from mlx_ds4.custom_kernels._case import Case, all_cases, check
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import backend
+from mlx_ds4.custom_kernels._switches import backend
 from mlx_ds4.machine import machine
 
 CHAIN = 20  # calls in one chain

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_ds4.api import shipped_model
 from mlx_ds4.cache import Cache
 from mlx_ds4.custom_kernels._count import count_primitives, format_table
-from mlx_ds4.custom_kernels._kernel import use_kernels
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.loader import load_model
 from mlx_ds4.model.model import Model
 from mlx_ds4.model.step import Step

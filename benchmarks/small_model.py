@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from mlx_ds4.api import shipped_model
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import backend, use_kernels
+from mlx_ds4.custom_kernels._switches import backend, use_kernels
 from mlx_ds4.generation import generate_step
 from mlx_ds4.loader import load_model
 from mlx_ds4.machine import machine

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlx_ds4.checkpoint import model_weights
+from mlx_ds4.command_line import UsageError
 from mlx_ds4.sources import OfficialSource, open_source
 
 from .engram_files import STORAGES, table_weights
@@ -26,10 +27,6 @@ from .to_gguf import official_to_gguf
 from .verify import verify_folder
 
 PROGRAM = "mlx_ds4.convert"
-
-
-class UsageError(ValueError):
-    """Arguments that contradict each other."""
 
 
 def make_parser() -> argparse.ArgumentParser:

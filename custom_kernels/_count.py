@@ -16,7 +16,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ._kernel import Launch, trace, watch_launches
+from ._kernel import Launch, watch_launches
+from ._switches import trace
 
 # Launches of one primitive on a GPU, where it is not one. Views cost nothing: their result shares the input's
 # memory. Reshape, Flatten and a custom kernel do copy an input that a transposition or a slice left strided; the

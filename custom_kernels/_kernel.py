@@ -2,13 +2,7 @@
 
 A family is a module of this folder; it holds `Kernel` objects at module level and public functions that ask
 `enabled("<family>")` before they launch one and otherwise return their reference. Nothing here touches a device
-at import: the environment is read at the first question, and MLX's kernel objects are made at the first launch.
-
-Two environment variables steer it, both read once:
-
-* `MLX_DS4_KERNELS=auto|reference|emulate`: kernels where a GPU is the default device; never; or every kernel
-  through the checking emulator of a source checkout, on the CPU.
-* `MLX_DS4_DISABLE=topk,router`: families that use their reference whatever else is set.
+at import: MLX's kernel objects are made at the first launch. What steers it stands in `_switches.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +12,6 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import os
-import pkgutil
 import shutil
 import sys
 import tempfile
@@ -33,8 +25,8 @@ import mlx.core as mx
 import numpy as np
 
 from . import _portable
+from ._switches import KernelError, backend, current, families
 
-MODES = ("auto", "reference", "emulate")
 _FOLDER = Path(__file__).resolve().parent
 
 # Metal's definition of the one spelling of a lookup table that CUDA can share; the CUDA prelude has its own.
@@ -44,126 +36,10 @@ _TABLE_MACRO = """#ifndef MSL_TABLE
 """
 
 
-class KernelError(ValueError):
-    """A kernel was declared, called or switched in a way that cannot work; one sentence says what to do."""
-
-
-# --- switches ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Settings:
-    mode: str  # one of MODES, or "export": build graph nodes with Metal's text that are never run
-    disabled: frozenset[str]
-    launch_options: dict[str, Any] = field(default_factory=dict)  # handed to the emulator
-
-
-_settings: _Settings | None = None  # None until the first question: nothing happens at import
-
-
-def _current() -> _Settings:
-    global _settings
-    if _settings is None:
-        mode = os.environ.get("MLX_DS4_KERNELS") or "auto"
-        names = [n.strip() for n in os.environ.get("MLX_DS4_DISABLE", "").split(",")]
-        _settings = _Settings(
-            _check_mode(mode, "MLX_DS4_KERNELS"), _check_families([n for n in names if n], "MLX_DS4_DISABLE")
-        )
-    return _settings
-
-
-def reset_settings() -> None:
-    """Forget what was read from the environment; the next question reads it again."""
-    global _settings
-    _settings = None
-
-
-def _check_mode(mode: str, where: str) -> str:
-    if mode not in MODES:
-        raise KernelError(f"{where} is {mode!r}, expected one of {', '.join(MODES)}; correct or unset it.")
-    return mode
-
-
-def _check_families(names: Sequence[str], where: str) -> frozenset[str]:
-    unknown = sorted(set(names) - set(families()))
-    if unknown:
-        raise KernelError(
-            f"{where} names {', '.join(unknown)}, which is no kernel family; use names from {', '.join(families())}."
-        )
-    return frozenset(names)
-
-
-@contextlib.contextmanager
-def _settings_as(new: _Settings) -> Iterator[None]:
-    global _settings
-    old, _settings = _settings, new
-    try:
-        yield
-    finally:
-        _settings = old
-
-
-def use_kernels(mode: str, **launch_options: Any) -> contextlib.AbstractContextManager[None]:
-    """Within the context, behave as with MLX_DS4_KERNELS=mode. `launch_options` (order, checked, std, ...) go to
-    the emulator's `launch` and are refused with another mode. Meant for tests: it switches all threads."""
-    _check_mode(mode, "use_kernels")
-    if launch_options and mode != "emulate":
-        raise KernelError(f"use_kernels({mode!r}) got {sorted(launch_options)}, which only 'emulate' takes; drop them.")
-    return _settings_as(_Settings(mode, _current().disabled, launch_options))
-
-
-def disable(*names: str) -> contextlib.AbstractContextManager[None]:
-    """Within the context, these families use their references too (MLX_DS4_DISABLE stays in force)."""
-    now = _current()
-    more = _check_families(names, "disable()")
-    return _settings_as(_Settings(now.mode, now.disabled | more, now.launch_options))
-
-
-def trace(fn: Callable[[], Any]) -> Any:
-    """What `fn()` returns when each launch only builds MLX's Metal graph node, which no device is needed for. The
-    arrays cannot be evaluated: they serve to count launches and to read the text that Metal would be given. The
-    mode "reference" and disabled families stay in force."""
-    results = []
-
-    def once() -> mx.array:
-        results.append(fn())
-        return mx.array(0)  # the export itself is not wanted, and could not hold every primitive
-
-    now = _current()
-    mode = now.mode if now.mode == "reference" else "export"
-    with _settings_as(_Settings(mode, now.disabled)):
-        mx.export_function(lambda _: None, once)
-    return results[0]
-
-
-@functools.cache
-def _gpu() -> str | None:
-    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
-
-
-def backend() -> str | None:
-    """Where a launch would go now: "metal", "cuda", "emulate", "export", or None (callers use references)."""
-    mode = _current().mode
-    if mode == "auto":
-        return _gpu() if mx.default_device() == mx.gpu else None
-    return None if mode == "reference" else mode
-
-
-def enabled(family: str) -> bool:
-    """Whether the functions of this family should launch their kernels; False means: use the reference."""
-    return backend() is not None and family not in _current().disabled
-
-
 # --- the list of kernels ------------------------------------------------------------------------------------
 
 _registry: dict[str, Kernel] = {}
 _watchers: list[Callable[[Launch], None]] = []
-
-
-@functools.cache
-def families() -> tuple[str, ...]:
-    """Names of the kernel families: the modules of this folder, without importing them."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(_FOLDER)]) if not m.name.startswith("_")))
 
 
 def load_all() -> dict[str, Any]:
@@ -348,7 +224,7 @@ class Kernel:
             return self._metal(inputs=inputs, **call)
         if where == "emulate":
             mx.eval(inputs)  # the emulator reads memory: under tracing (mx.compile, mx.grad) this raises
-            return emulator().launch(self, inputs, **call, **_current().launch_options)
+            return emulator().launch(self, inputs, **call, **current().launch_options)
         raise KernelError(
             f"kernel {self.name} was launched where no kernel can run; ask enabled({self.family!r}) first and use"
             " the reference."

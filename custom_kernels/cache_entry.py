@@ -22,8 +22,9 @@ import numpy as np
 
 from ._cache_entry_sources import ENTRY_SOURCE, ring_source
 from ._case import Case
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
 from ._rows import ring_ref
+from ._switches import enabled
 from .fake_quant import FAKE_QUANT_HEADER, KINDS, fake_quant_fp4_e4m3_ref, fake_quant_fp4_ref, fake_quant_fp8_ref
 from .rms_norm import rms_norm_ref, simdgroups_for
 from .rope import rope_ref, rope_table

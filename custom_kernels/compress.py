@@ -18,8 +18,9 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
 from ._rows import ring_ref
+from ._switches import enabled
 from .rms_norm import rms_norm_ref, simdgroups_for
 
 PENDING = 16  # positions that wait for their pair or may have to be taken back; position p lies in slot p % 16

@@ -24,8 +24,9 @@ import numpy as np
 from mlx_ds4.formats.planes import dequantize_engram_rows
 
 from ._case import Case
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
 from ._octet import numbers
+from ._switches import enabled
 
 _THREADS = 256
 

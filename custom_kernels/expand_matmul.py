@@ -26,7 +26,7 @@ from . import _expand_cuda, _quant_cuda
 from ._case import Case
 from ._expert_sources import DOWN_SUMS, FEW_HEADER, PAIRS
 from ._hyper_sources import EXPAND_HEADER
-from ._kernel import Kernel, backend, enabled, floats
+from ._kernel import Kernel, floats
 from ._octet import (
     FORMAT_IDS,
     OCTET_HEADER,
@@ -40,6 +40,7 @@ from ._octet import (
     x_input,
 )
 from ._random_planes import BYTES, random_planes, weights_of
+from ._switches import backend, enabled
 from .expert_matmul import SharedDown, expert_down, expert_down_ref, few_pairs
 from .hyper_connection import expand, expand_ref
 from .quant_matmul import MOST_ROWS, quant_matmul, quant_matmul_ref

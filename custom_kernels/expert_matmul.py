@@ -41,7 +41,7 @@ from ._expert_sources import (
     GATE_UP_TILE_SOURCE,
     MANY_HEADER,
 )
-from ._kernel import Kernel, backend, enabled, floats
+from ._kernel import Kernel, floats
 from ._octet import (
     FORMAT_IDS,
     TILE_OUT,
@@ -57,6 +57,7 @@ from ._octet import (
     x_input,
 )
 from ._random_planes import BYTES, random_planes, weights_of
+from ._switches import backend, enabled
 from .quant_matmul import quant_matmul, quant_matmul_ref
 from .shared_expert import clamped_swiglu_ref
 

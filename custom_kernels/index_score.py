@@ -23,8 +23,9 @@ import numpy as np
 
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
 from ._rows import Rows, SplitRows, after, end, gather, part, rows_fault
+from ._switches import enabled
 
 # Elements of the [rows, heads, keys] block that the reference computes at a time: bounds memory at any length.
 _TILE_ELEMENTS = 1 << 23

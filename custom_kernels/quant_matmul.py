@@ -32,7 +32,7 @@ from mlx_ds4.formats import planes as block_planes
 
 from . import _quant_cuda, _quant_group_cuda
 from ._case import Case
-from ._kernel import Kernel, backend, enabled
+from ._kernel import Kernel
 from ._octet import (
     FORMAT_IDS,
     ROWS_HEADER,
@@ -49,6 +49,7 @@ from ._octet import (
     x_input,
 )
 from ._random_planes import BYTES, random_planes, weights_of
+from ._switches import backend, enabled
 
 Weight = tuple[str, block_planes.Planes]
 

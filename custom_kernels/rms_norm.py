@@ -18,7 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
+from ._switches import enabled
 
 _RMS_NORM_SOURCE = """
     // A threadgroup of SG simdgroups owns one row of C values; thread t owns the values t, t + 32 SG, ...

@@ -17,7 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled
+from ._kernel import Kernel
+from ._switches import enabled
 
 _ROPE_SOURCE = """
     // A thread owns one pair of adjacent channels of x [B, L, H, D].

@@ -20,7 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, enabled, floats
+from ._kernel import Kernel, floats
+from ._switches import enabled
 from .topk import top_k_ref
 
 _MOST_EXPERTS = 1024  # 32 registers a lane

@@ -26,7 +26,7 @@ from mlx_ds4.formats import planes as block_planes
 from . import _quant_group_cuda
 from ._case import Case
 from ._expert_sources import SHARED_HEADER, SHARED_SOURCE, SWIGLU_HEADER, SWIGLU_SOURCE
-from ._kernel import Kernel, backend, enabled, floats
+from ._kernel import Kernel, floats
 from ._octet import (
     FORMAT_IDS,
     ceil_div,
@@ -38,6 +38,7 @@ from ._octet import (
     x_input,
 )
 from ._random_planes import BYTES, random_planes, weights_of
+from ._switches import backend, enabled
 from .quant_matmul import MOST_ROWS, SIMDGROUPS, quant_matmul, quant_matmul_group, quant_matmul_ref
 
 Weight = tuple[str, block_planes.Planes]

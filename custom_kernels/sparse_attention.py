@@ -32,8 +32,9 @@ import numpy as np
 
 from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, backend, enabled, floats
+from ._kernel import Kernel, floats
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
+from ._switches import backend, enabled
 from .rope import rope, rope_frequencies, rope_ref, rope_table
 
 _BLOCK = 64
@@ -162,10 +163,15 @@ def sparse_attention_ref(
     return o if turn is None else rope_ref(o, *turn, inverse=True)
 
 
+def _gathered(sources: Sources) -> tuple[mx.array, mx.array]:
+    """The listed rows [B, L, P, D], and which entries name one [B, L, 1, P]."""
+    keys = mx.concatenate([gather(rows, index) for rows, index in sources], axis=2)
+    return keys, mx.concatenate([valid(rows, index) for rows, index in sources], axis=2)[:, :, None]
+
+
 def _attend(q: mx.array, sources: Sources, sinks: mx.array, scale: float) -> mx.array:
     B, L, H, D = q.shape
-    keys = mx.concatenate([gather(rows, index) for rows, index in sources], axis=2)  # [B, L, P, D]
-    listed = mx.concatenate([valid(rows, index) for rows, index in sources], axis=2)[:, :, None]  # [B, L, 1, P]
+    keys, listed = _gathered(sources)
     short = -keys.shape[2] % _BLOCK
     if short:
         keys = mx.pad(keys, [(0, 0), (0, 0), (0, short), (0, 0)])
@@ -185,6 +191,60 @@ def _attend(q: mx.array, sources: Sources, sinks: mx.array, scale: float) -> mx.
         peak = new_peak
     total = total + mx.exp(sinks[:, None] - peak)
     return (acc / total).astype(mx.bfloat16)
+
+
+def _moved(
+    q: mx.array,
+    sources: Sources,
+    sinks: mx.array,
+    *,
+    scale: float,
+    turn: Turn | None,
+    turn_queries: bool,
+    want: mx.array,
+) -> mx.array:
+    """How far roundings before the last can move the result `want`, float32 [B, L, H, D].
+
+    A probability that rounds the other way moves by one unit of bfloat16, at most 2^-7 of itself, and channel c of the
+    result by at most 2^-7 share_i |k_ic|, where share = probability / denominator. Of 640 about one in some thousand
+    does, so the bound is two units of the entry that counts most:
+
+        2 * 2^-7 max_i share_i |k_ic| <= 2^-6 (sum_i (share_i |k_ic|)^8)^(1/8),
+
+    the right side being a product of matrices and little more than the left. A rotation mixes the channels of a pair:
+    its bound is the length of the bounds of both, and of a unit of each for the rounding before it.
+    """
+    if turn_queries:
+        q = rope_ref(q, *turn)
+    parts = []
+    for start in range(0, q.shape[1], _ROWS):
+        rows = slice(start, start + _ROWS)
+        keys, listed = _gathered([(x, index[:, rows]) for x, index in sources])
+        keys = keys.astype(mx.float32)
+        scores = mx.where(listed, (q[:, rows].astype(mx.float32) @ keys.swapaxes(2, 3)) * scale, -mx.inf)
+        peak = mx.maximum(scores.max(axis=-1, keepdims=True), _FLOOR)
+        p = mx.exp(scores - peak)  # the largest is 1
+        total = p.sum(axis=-1, keepdims=True) + mx.exp(sinks[:, None] - peak)
+        parts.append(2.0**-6 * (_power8(p) @ _power8(keys)) ** 0.125 / total)
+        mx.eval(parts)
+    moved = mx.concatenate(parts, axis=1)
+    if turn is None:
+        return moved
+    first = q.shape[-1] - 2 * turn[0].shape[-1]
+    pairs = [_lengths(x[..., first:].astype(mx.float32)) for x in (moved, want)]
+    return mx.concatenate([moved[..., :first], pairs[0] + 2.0**-7 * pairs[1]], axis=-1)
+
+
+def _power8(x: mx.array) -> mx.array:
+    x = x * x
+    x = x * x
+    return x * x
+
+
+def _lengths(x: mx.array) -> mx.array:
+    """The length of each pair of neighbouring channels, in both of them."""
+    squares = (x * x).reshape(*x.shape[:-1], -1, 2)
+    return mx.repeat(mx.sqrt(squares.sum(axis=-1)), 2, axis=-1)
 
 
 def cases() -> list[Case]:
@@ -234,6 +294,9 @@ def cases() -> list[Case]:
                     arrays += [rows, bf16(rng, B, split[1], D), mx.array([split[0]], dtype=mx.int32)]
             return arrays
 
+        def moved(want: list[mx.array], *arrays: mx.array) -> list[mx.array]:
+            return [call(*arrays, op=functools.partial(_moved, want=want[0]), **options)]
+
         listed = sum(P for _, P in sizes)
         options = {"scale": D**-0.5, "turned": pairs > 0, "split": split[1] > 0, "queries": queries}
         name = f"{B}x{L}x{H}x{D}_{'_'.join(f'{P}of{S}' for S, P in sizes)}"
@@ -246,6 +309,7 @@ def cases() -> list[Case]:
             tolerance=1e-5,
             bytes=2 * B * L * D * (2 * H + listed),
             large=large,
+            moved=moved if large else None,  # in small ones no value stands at a boundary
         )
 
     real = [(135, 128), (150_000, 512)]

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from mlx_ds4 import load
 from mlx_ds4.api import shipped_model
+from mlx_ds4.checkpoint import CheckpointError
 from mlx_ds4.drafter_files import find_drafter, load_drafter
 from mlx_ds4.scoring import negative_log_likelihood
 from mlx_ds4.speculative import DraftCounts, speculative_step
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns 2 after a one-line error."""
     parser = argparse.ArgumentParser(prog="python -m examples.ablations", description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="default: the small model in the package")
-    parser.add_argument("--draft-model", type=Path, help="default: the drafter beside the model")
+    parser.add_argument("--draft-model", type=Path, help="default: the drafter beside the model, if there is one")
     parser.add_argument("--tokens", type=int, default=8192, help="of each text (8192)")
     parser.add_argument("--sequence-length", type=int, default=1024, help="tokens of a window (1024)")
     parser.add_argument("--prompts", type=int, default=12, help="continuations of each text for drafts (12)")
@@ -111,7 +112,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         path = args.model or shipped_model()
         model, tokenizer = load(path)
-        drafter = load_drafter(model, args.draft_model or find_drafter(path))
         texts = held_texts()
         ids = {k: tokenizer.encode(text, allow_special=False)[: args.tokens] for k, text in texts.items()}
         begin = tokenizer.bos_token_id
@@ -124,12 +124,20 @@ def main(argv: list[str] | None = None) -> int:
             "",
             *parts_table(model, ids, begin, args.sequence_length),
             "",
-            f"Drafts: greedy continuations of {args.prompts} places of each text, {args.count} tokens each, every "
-            "draft verified. A verification yields the accepted drafts and one token of the model's own, at most "
-            f"{drafter.block_size + 1}.",
-            "",
-            *drafts_table(model, drafter, ids, begin, args.prompts, args.count),
         ]
+        try:
+            file = args.draft_model or find_drafter(path)
+        except CheckpointError as error:
+            lines.append(f"No drafts: {error}.")
+        else:
+            drafter = load_drafter(model, file)
+            lines += [
+                f"Drafts: greedy continuations of {args.prompts} places of each text, {args.count} tokens each, every "
+                "draft verified. A verification yields the accepted drafts and one token of the model's own, at most "
+                f"{drafter.block_size + 1}.",
+                "",
+                *drafts_table(model, drafter, ids, begin, args.prompts, args.count),
+            ]
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Lists the layers and looks at the residual streams after each of them.
 
-python examples/inspect_layers.py [MODEL]     (without a path: the small model in the package)
+python -m examples.inspect_layers [MODEL]     (without a path: the small model in the package)
 """
 
 import sys

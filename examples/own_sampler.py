@@ -1,6 +1,6 @@
 """Generates with a sampler of one's own: the second likeliest token whenever it is close to the best.
 
-python examples/own_sampler.py [MODEL]     (without a path: the small model in the package)
+python -m examples.own_sampler [MODEL]     (without a path: the small model in the package)
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Streams an answer and then asks on, reusing the cache.
 
-python examples/stream_text.py [MODEL]     (without a path: the small model in the package)
+python -m examples.stream_text [MODEL]     (without a path: the small model in the package)
 """
 
 import sys

@@ -26,6 +26,7 @@ from mlx_ds4.api import load, shipped_model
 from mlx_ds4.bench_report import write_report
 from mlx_ds4.bench_timing import decode_seconds, host_seconds, prefill_seconds, random_tokens, warm
 from mlx_ds4.cache import REWIND
+from mlx_ds4.command_line import Parser, UsageError
 from mlx_ds4.convert.source_files import model_fingerprint
 from mlx_ds4.loader import describe
 from mlx_ds4.machine import machine
@@ -34,18 +35,9 @@ from mlx_ds4.random_model import cut_config, fill_cache, random_model
 _RESERVE = 256  # positions that decoding takes behind the last frontier, at most
 
 
-class UsageError(ValueError):
-    """A request that cannot be started."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UsageError(f"{message}; --help lists what is possible.")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
-    parser = _Parser(prog="mlx_ds4.bench", description="Measure prefill and decode speed.", allow_abbrev=False)
+    parser = Parser(prog="mlx_ds4.bench", description="Measure prefill and decode speed.", allow_abbrev=False)
     add = parser.add_argument
     add("--model", metavar="PATH", help="a ds4 GGUF file or a model folder (default: the small model in the package)")
     add("--synthetic", choices=("full", "tiny"), help="random weights in the release's sizes, or small ones")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mlx_ds4 import chat
 from mlx_ds4.api import GenerationResponse, load, shipped_model, stream_generate, summary
+from mlx_ds4.command_line import Parser, UsageError
 from mlx_ds4.drafter_files import find_drafter, load_drafter
 from mlx_ds4.inspect_file import inspect_file
 from mlx_ds4.sampling import make_sampler
@@ -24,18 +25,9 @@ from mlx_ds4.stop_strings import StopStrings
 _MAX_PROMPT_BYTES = 64 << 20
 
 
-class UsageError(ValueError):
-    """A request that cannot be started."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UsageError(f"{message}; --help lists what is possible.")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
-    parser = _Parser(prog="mlx_ds4.generate", description="Generate text with DeepSeek V4.1 Flash.", allow_abbrev=False)
+    parser = Parser(prog="mlx_ds4.generate", description="Generate text with DeepSeek V4.1 Flash.", allow_abbrev=False)
     add = parser.add_argument
     add("--model", metavar="PATH", help="a ds4 GGUF file or a model folder (default: the small model in the package)")
     add("--inspect", metavar="PATH", help="print metadata and tensor table of a GGUF file or folder, and stop")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_ds4.custom_kernels._kernel import backend
+from mlx_ds4.custom_kernels._switches import backend
 
 _ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,19 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_ds4.api import load, shipped_model
+from mlx_ds4.command_line import Parser
 from mlx_ds4.scoring import negative_log_likelihood
 
 _MOST_BYTES = 256 << 20
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(f"{message}; --help lists what is possible.")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command line's flags."""
-    parser = _Parser(prog="mlx_ds4.perplexity", description="Perplexity of a text.", allow_abbrev=False)
+    parser = Parser(prog="mlx_ds4.perplexity", description="Perplexity of a text.", allow_abbrev=False)
     add = parser.add_argument
     add("file", metavar="FILE", help="a UTF-8 text, '-' reads standard input")
     add("--model", action="append", metavar="PATH",

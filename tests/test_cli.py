@@ -321,10 +321,18 @@ def test_a_closed_pipe_ends_the_command_quietly():
     assert process.wait(timeout=60) == 1 and err == b""
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_examples_run(script):
+# Arguments of the examples that need some, or that would take long without.
+EXAMPLES = {
+    "ablations": ["--tokens", "64", "--sequence-length", "64"],
+    "train_small": ["prepare", "--data", "DIR", "--limit", "6", "--vocab-size", "400"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run(name, tmp_path):
+    arguments = [str(tmp_path) if a == "DIR" else a for a in EXAMPLES.get(name, [])]
     done = subprocess.run(
-        [sys.executable, f"examples/{script}"],
+        [sys.executable, "-m", f"examples.{name}", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -21,7 +21,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_ds4.custom_kernels._case import all_cases
-from mlx_ds4.custom_kernels._kernel import Launch, trace, watch_launches
+from mlx_ds4.custom_kernels._kernel import Launch, watch_launches
+from mlx_ds4.custom_kernels._switches import trace
 
 LANGUAGES = ("metal3.1", "metal3.2")  # macOS 14 and 15; both are C++14 with extensions
 _INCLUDE = re.compile(r'^\s*#include "(mlx/[^"]+)"\s*$', re.M)

@@ -14,7 +14,7 @@ import time
 
 from mlx_ds4.custom_kernels._case import Case, all_cases, check
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import backend, enabled
+from mlx_ds4.custom_kernels._switches import backend, enabled
 from mlx_ds4.machine import machine
 
 

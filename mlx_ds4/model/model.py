@@ -10,7 +10,7 @@ from mlx import nn
 
 from mlx_ds4.cache import REWIND, Cache, LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels._kernel import backend, enabled
+from mlx_ds4.custom_kernels._switches import backend, enabled
 from mlx_ds4.custom_kernels.hyper_connection import collapse_norm
 
 from .compiled import CompiledSteps

@@ -19,9 +19,10 @@ from mlx_ds4.custom_kernels import (
     sparse_attention,
 )
 from mlx_ds4.custom_kernels._case import compare, outputs
-from mlx_ds4.custom_kernels._kernel import trace, watch_launches
+from mlx_ds4.custom_kernels._kernel import watch_launches
 from mlx_ds4.custom_kernels._random_planes import random_planes
 from mlx_ds4.custom_kernels._rows import SplitRows, part
+from mlx_ds4.custom_kernels._switches import trace
 from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_ref, rope_table
 from tests.cuda_host import COMPILER, launch
 

@@ -9,6 +9,7 @@ import pytest
 from examples import ablations
 from examples.small_model import interventions
 from tests.examples.tools import ids_of, row_error
+from tests.golden_tools import GOLDEN
 
 
 @pytest.fixture
@@ -74,3 +75,16 @@ def test_the_tables(system):
     lines = list(ablations.drafts_table(model, drafter, {"code": ids["code"] * 3}, 0, 1, 6))
     assert len(lines) == 2 + 5
     assert all(1 <= float(line.split("|")[2]) <= 6 for line in lines[2:])
+
+
+def test_the_page_without_and_with_a_drafter(capsys):
+    """A model without a drafter beside it has the first table alone; a named one that is not there ends the command."""
+    sizes = ["--tokens", "24", "--sequence-length", "24", "--prompts", "1", "--continue", "2"]
+    assert ablations.main(sizes) == 0
+    page = capsys.readouterr().out
+    assert "| everything |" in page and "No drafts: " in page and "| drafter |" not in page
+    assert ablations.main(["--model", str(GOLDEN / "nano" / "model"), *sizes]) == 0
+    page = capsys.readouterr().out
+    assert "| everything |" in page and "| all stages |" in page and "No drafts" not in page
+    assert ablations.main(["--draft-model", "absent.gguf", *sizes]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

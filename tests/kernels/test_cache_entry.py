@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope_table

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.compress import compress, pool_pairs
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 

@@ -10,9 +10,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_ds4.custom_kernels import topk
-from mlx_ds4.custom_kernels._kernel import blank, floats, trace
+from mlx_ds4.custom_kernels._kernel import blank, floats
 from mlx_ds4.custom_kernels._octet import numbers
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import trace
 from mlx_ds4.custom_kernels.engram import engram_embedding, engram_update
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand, project_expand
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu

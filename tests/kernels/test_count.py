@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches, count_primitives, format_table
-from mlx_ds4.custom_kernels._kernel import disable, trace, use_kernels
+from mlx_ds4.custom_kernels._switches import disable, trace, use_kernels
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 
 X = mx.ones((4, 64))

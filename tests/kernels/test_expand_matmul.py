@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _kernel, expand_matmul
-from mlx_ds4.custom_kernels._case import check
+from mlx_ds4.custom_kernels import expand_matmul
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand, experts_expand_ref, project_expand, project_expand_ref
 from mlx_ds4.custom_kernels.expert_matmul import expert_down
 from mlx_ds4.custom_kernels.hyper_connection import expand
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul
+from tests.kernels import mutants
 
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
 MODES = ["reference", pytest.param("emulate", marks=needs_emulator)]
@@ -160,15 +159,8 @@ def test_a_lost_guard_is_noticed(which, old, new, found, monkeypatch):
     """Three rows of 67 channels, five of the experts; two weight rows a simdgroup."""
     kernel = getattr(expand_matmul, f"_{which}_kernel")
     assert kernel.source.count(old) == 1, "the kernel changed: write the mutation anew"
-    monkeypatch.setattr(_kernel, "_registry", dict(_kernel._registry))
-    mutant = dataclasses.replace(kernel, name=f"{kernel.name}_mutant", source=kernel.source.replace(old, new))
-    monkeypatch.setattr(expand_matmul, f"_{which}_kernel", mutant)
+    mutants.plant(monkeypatch, kernel, old, new)
     monkeypatch.setattr(expand_matmul, "rows_per_simdgroup", lambda *_: 2)
     name = "3x256_to_2x67" if which == "project" else "5x3_of_8"
     case = next(c for c in expand_matmul.cases() if name in c.name)
-    try:
-        with use_kernels("emulate"):
-            result = "wrong result" if check(case)[0] else ""
-    except _kernel.emulator().EmulatorError as error:
-        result = error.kind
-    assert result == found
+    assert mutants.found(case) == found

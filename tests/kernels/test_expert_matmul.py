@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels import _expert_sources, _kernel, expert_matmul
-from mlx_ds4.custom_kernels._case import check
 from mlx_ds4.custom_kernels._count import count_launches, count_primitives
-from mlx_ds4.custom_kernels._kernel import disable, emulator_missing, families, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import disable, families, use_kernels
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_down_ref, expert_swiglu, expert_swiglu_ref
 from mlx_ds4.formats import planes as block_planes
 from tests.golden_tools import golden
+from tests.kernels import mutants
 
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
 MODES = ["reference", pytest.param("emulate", marks=needs_emulator)]
@@ -267,19 +266,9 @@ MUTATIONS = [
 @needs_emulator
 @pytest.mark.parametrize(("which", "part", "old", "new", "found"), MUTATIONS)
 def test_a_lost_guard_is_noticed(which, part, old, new, found, monkeypatch):
-    kernel = getattr(expert_matmul, f"_{which}_kernel")
-    text = getattr(kernel, part)
-    assert old in text, "the kernel changed: write the mutation anew"
-    monkeypatch.setattr(_kernel, "_registry", dict(_kernel._registry))
-    mutant = dataclasses.replace(kernel, name=f"{kernel.name}_mutant", **{part: text.replace(old, new, 1)})
-    monkeypatch.setattr(expert_matmul, f"_{which}_kernel", mutant)
+    mutants.plant(monkeypatch, getattr(expert_matmul, f"_{which}_kernel"), old, new, part=part)
     case = next(c for c in expert_matmul.cases() if "6x3_of_8" in c.name)
-    try:
-        with use_kernels("emulate"):
-            result = "wrong result" if check(case)[0] else ""
-    except _kernel.emulator().EmulatorError as error:
-        result = error.kind
-    assert result == found
+    assert mutants.found(case) == found
 
 
 @needs_emulator

@@ -8,9 +8,10 @@ import pytest
 
 from mlx_ds4.custom_kernels._case import check
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing
 from mlx_ds4.custom_kernels._needle import needle
 from mlx_ds4.custom_kernels._rows import SplitRows
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.index_score import index_scores
 from tests.golden_tools import assert_close_to_largest, assert_equal, golden
 

@@ -11,20 +11,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_ds4.custom_kernels import _kernel
-from mlx_ds4.custom_kernels._kernel import (
-    Kernel,
+from mlx_ds4.custom_kernels import _kernel, _switches
+from mlx_ds4.custom_kernels._kernel import Kernel, all_kernels, load_all, watch_launches
+from mlx_ds4.custom_kernels._switches import (
     KernelError,
-    all_kernels,
     backend,
     disable,
     enabled,
     families,
-    load_all,
     reset_settings,
     trace,
     use_kernels,
-    watch_launches,
 )
 
 
@@ -73,8 +70,8 @@ def test_nothing_happens_at_import():
         "def refuse(*a, **k): raise SystemExit('a device was asked at import')\n"
         "mx.metal.is_available = mx.cuda.is_available = mx.default_device = refuse\n"
         "mx.fast.metal_kernel = mx.fast.cuda_kernel = refuse\n"
-        "from mlx_ds4.custom_kernels import _kernel\n"
-        "_kernel.load_all(); assert _kernel._settings is None\n"
+        "from mlx_ds4.custom_kernels import _kernel, _switches\n"
+        "_kernel.load_all(); assert _switches._settings is None\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"MLX_DS4_KERNELS": "nonsense"}
@@ -86,7 +83,7 @@ def test_nothing_happens_at_import():
     ("mode", "expected"), [("auto", None), ("reference", None), ("emulate", "emulate"), ("", None)]
 )
 def test_mode_from_the_environment(monkeypatch, mode, expected):
-    monkeypatch.setattr(_kernel, "_gpu", lambda: None)
+    monkeypatch.setattr(_switches, "_gpu", lambda: None)
     monkeypatch.setenv("MLX_DS4_KERNELS", mode)
     reset_settings()
     assert backend() == expected
@@ -113,6 +110,14 @@ def test_unknown_family_lists_the_known(monkeypatch):
     reset_settings()
     with pytest.raises(KernelError, match=r"MLX_DS4_DISABLE names rmsnorm, .* rms_norm, rope"):
         enabled("rms_norm")
+
+
+def test_the_compiled_step_is_disabled_like_a_family(monkeypatch):
+    monkeypatch.setenv("MLX_DS4_KERNELS", "emulate")
+    assert enabled("compiled_step")
+    monkeypatch.setenv("MLX_DS4_DISABLE", "compiled_step")
+    reset_settings()
+    assert not enabled("compiled_step") and enabled("rope")
 
 
 def test_the_environment_is_read_once(monkeypatch):
@@ -149,7 +154,7 @@ def test_contexts_refuse_bad_names():
 
 @pytest.mark.parametrize("available", ["metal", "cuda"])
 def test_a_gpu_is_used_only_as_default_device(monkeypatch, available):
-    monkeypatch.setattr(_kernel, "_gpu", lambda: available)
+    monkeypatch.setattr(_switches, "_gpu", lambda: available)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     assert backend() == available
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
@@ -252,7 +257,7 @@ def test_the_gpu_back_ends_get_the_text_and_the_call(monkeypatch, where):
         return run
 
     monkeypatch.setattr(mx.fast, f"{where}_kernel", maker)
-    monkeypatch.setattr(_kernel, "_gpu", lambda: where)
+    monkeypatch.setattr(_switches, "_gpu", lambda: where)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     kernel = add_one(header="inline int one(const device int* p) { return 1; }")
     call(kernel, init_value=2.0)

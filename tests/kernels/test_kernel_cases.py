@@ -3,13 +3,16 @@ with fused multiply-add."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels._case import Case, all_cases, check, compare, outputs
+from mlx_ds4.custom_kernels._case import all_cases, check, compare, outputs
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing, load_all, trace, use_kernels
+from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing, load_all
+from mlx_ds4.custom_kernels._switches import trace, use_kernels
 
 SMALL = [case for case in all_cases() if not case.large]
 FUSED = list({getattr(case.fn, "func", case.fn): case for case in SMALL}.values())  # one case for each op
@@ -65,7 +68,7 @@ def test_a_wrong_result_fails_the_case(case):
         bad = mx.where(at, flat * 1.02 + 1, flat).astype(first.dtype).reshape(first.shape)
         return [bad, *rest]
 
-    fault, _ = check(Case(case.name, wrong, case.reference, case.inputs, case.tolerance))
+    fault, _ = check(dataclasses.replace(case, fn=wrong))
     assert fault is not None
 
 
@@ -97,3 +100,13 @@ def test_compare(got, want, tolerance, fault):
     found, error = compare(got, want, tolerance)
     assert (found is None) if fault is None else (fault in found)
     assert error >= 0
+
+
+def test_allowances():
+    """Each rounding is worth a unit in the last place of the element, `moved` adds what it says where it says it."""
+    one, two = mx.array([1.0, 1.0], BF), mx.array([1.015625, 1.0], BF)
+    assert "beyond tolerance" in compare(two, one, 0.0)[0]
+    assert compare(two, one, 0.0, roundings=2)[0] is None
+    assert compare(two, one, 0.0, moved=mx.array([0.0079, 0.0]))[0] is None
+    assert "beyond tolerance" in compare(two, one, 0.0, moved=mx.array([0.0, 0.0079]))[0]
+    assert "beyond tolerance" in compare(mx.array([1.015625]), mx.array([1.0]), 0.0, roundings=2)[0]  # float32

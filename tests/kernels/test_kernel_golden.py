@@ -8,7 +8,8 @@ import pytest
 
 from mlx_ds4.custom_kernels import fake_quant, hyper_connection
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.hyper_connection import collapse, collapse_norm, collapse_norm_ref, expand, site
 from mlx_ds4.custom_kernels.rope import rope, rope_ref, rope_table
 from tests.golden_tools import assert_equal, assert_one_ulp, golden, row_error

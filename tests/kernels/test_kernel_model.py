@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches, count_primitives
-from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from tests.golden_tools import golden, row_cosine, row_error
 
 STEPS = 3

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from mlx_ds4.custom_kernels import _kernel
-from mlx_ds4.custom_kernels._case import all_cases, check
-from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing, load_all, use_kernels
+from mlx_ds4.custom_kernels._case import all_cases
+from mlx_ds4.custom_kernels._kernel import Kernel, all_kernels, emulator_missing
+from tests.kernels import mutants
 
 pytestmark = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -103,41 +101,28 @@ MUTATIONS = [
 ]
 
 
-def source_of(name: str) -> str:
-    return next(k.source for k in all_kernels() if k.name == name)
-
-
 def without(text: str, index: int) -> str:
     """The text without its index-th barrier."""
     parts = text.split(BARRIER)
     return BARRIER.join(parts[: index + 1]) + ";" + BARRIER.join(parts[index + 1 :])
 
 
-def finding(name: str, monkeypatch, **texts: str) -> str:
-    """What is found when the kernel has this source or header: a kind of EmulatorError, "wrong result", or ""."""
-    monkeypatch.setattr(_kernel, "_registry", dict(_kernel._registry))
-    kernel = next(k for k in all_kernels() if k.name == name)
-    mutant = dataclasses.replace(kernel, name=f"{name}_mutant", **texts)
-    assert (mutant.source, mutant.header) != (kernel.source, kernel.header)
-    module = load_all()[kernel.family]
-    attribute = next(a for a, value in vars(module).items() if value is kernel)
-    monkeypatch.setattr(module, attribute, mutant)
-    case = next(case for case in all_cases() if case.name == CASES[name])
-    try:
-        with use_kernels("emulate"):
-            return "wrong result" if check(case)[0] else ""
-    except _kernel.emulator().EmulatorError as error:
-        return error.kind
+def kernel_of(name: str) -> Kernel:
+    return next(k for k in all_kernels() if k.name == name)
+
+
+def found(name: str) -> str:
+    return mutants.found(next(case for case in all_cases() if case.name == CASES[name]))
 
 
 @pytest.mark.parametrize(("name", "index"), BARRIERS)
 def test_a_lost_barrier_is_noticed(name, index, monkeypatch):
-    assert finding(name, monkeypatch, source=without(source_of(name), index)) in ("race", "uninitialised")
+    kernel = kernel_of(name)
+    mutants.replace(monkeypatch, kernel, source=without(kernel.source, index))
+    assert found(name) in ("race", "uninitialised")
 
 
-@pytest.mark.parametrize(("name", "old", "new", "found"), MUTATIONS)
-def test_a_lost_guard_is_noticed(name, old, new, found, monkeypatch):
-    kernel = next(k for k in all_kernels() if k.name == name)
-    part = next((part for part in ("source", "header") if old in getattr(kernel, part)), None)
-    assert part, "the kernel changed: write the mutation anew"
-    assert finding(name, monkeypatch, **{part: getattr(kernel, part).replace(old, new, 1)}) == found
+@pytest.mark.parametrize(("name", "old", "new", "finding"), MUTATIONS)
+def test_a_lost_guard_is_noticed(name, old, new, finding, monkeypatch):
+    mutants.plant(monkeypatch, kernel_of(name), old, new)
+    assert found(name) == finding

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import kernels as bench
 from mlx_ds4.custom_kernels._case import all_cases
-from mlx_ds4.custom_kernels._kernel import all_kernels, disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import all_kernels, emulator_missing
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from tools import dump_metal, mac_check
 
 CASE = next(case for case in all_cases() if case.name == "rms_norm/bfloat16_5x33")

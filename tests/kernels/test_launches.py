@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.launches import KINDS, table
 from mlx_ds4.api import shipped_model
-from mlx_ds4.custom_kernels._kernel import use_kernels
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.loader import load_model
 
 

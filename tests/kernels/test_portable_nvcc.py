@@ -12,9 +12,10 @@ import pytest
 
 from mlx_ds4.custom_kernels import _expand_cuda, _quant_cuda, _quant_group_cuda
 from mlx_ds4.custom_kernels._case import all_cases
-from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, trace, watch_launches
+from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import trace
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc here: install the CUDA toolkit to compile the text")

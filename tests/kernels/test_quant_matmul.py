@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import mlx.core as mx
@@ -11,8 +10,9 @@ import pytest
 
 from mlx_ds4.custom_kernels import _kernel, _octet, quant_matmul
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import Kernel, disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import Kernel, emulator_missing
 from mlx_ds4.custom_kernels._random_planes import BYTES, random_planes
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.quant_matmul import (
     grouped_quant_matmul,
     grouped_quant_matmul_ref,
@@ -22,6 +22,7 @@ from mlx_ds4.custom_kernels.quant_matmul import (
 )
 from mlx_ds4.formats import planes as block_planes
 from mlx_ds4.model.linear import BlockWeight, GroupedLinear, Linear, apply_together
+from tests.kernels import mutants
 
 product = quant_matmul.quant_matmul
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
@@ -240,9 +241,7 @@ def tile_mutant(index: int, monkeypatch) -> None:
     parts = kernel.header.split(barrier)
     assert len(parts) == 4
     header = barrier.join(parts[: index + 1]) + ";" + barrier.join(parts[index + 1 :])
-    monkeypatch.setattr(_kernel, "_registry", dict(_kernel._registry))
-    mutant = dataclasses.replace(kernel, name=f"quant_tile_mutant_{index}", header=header)
-    monkeypatch.setattr(quant_matmul, "_tile_kernel", mutant)
+    mutants.replace(monkeypatch, kernel, header=header)
 
 
 @needs_emulator

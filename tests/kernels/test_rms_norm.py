@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.rms_norm import rms_norm, rms_norm_ref
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "nano" / "golden" / "units.safetensors"

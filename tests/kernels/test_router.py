@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.router import route, route_ref
 from tests.golden_tools import assert_close_to_largest, assert_equal, golden
 

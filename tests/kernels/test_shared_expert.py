@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _kernel, shared_expert
-from mlx_ds4.custom_kernels._case import check
+from mlx_ds4.custom_kernels import shared_expert
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import disable, emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul, quant_matmul_group
 from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu, shared_swiglu, shared_swiglu_ref
+from tests.kernels import mutants
 
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
 MODES = ["reference", pytest.param("emulate", marks=needs_emulator)]
@@ -112,16 +111,8 @@ MUTATIONS = [
 def test_a_lost_guard_is_noticed(part, old, new, found, monkeypatch):
     """Two weight rows a simdgroup, 33 outputs, three rows of x."""
     kernel = shared_expert._shared_kernel
-    text = getattr(kernel, part)
-    assert text.count(old) == 1, "the kernel changed: write the mutation anew"
-    monkeypatch.setattr(_kernel, "_registry", dict(_kernel._registry))
-    mutant = dataclasses.replace(kernel, name=f"{kernel.name}_mutant", **{part: text.replace(old, new)})
-    monkeypatch.setattr(shared_expert, "_shared_kernel", mutant)
+    assert getattr(kernel, part).count(old) == 1, "the kernel changed: write the mutation anew"
+    mutants.plant(monkeypatch, kernel, old, new, part=part)
     monkeypatch.setattr(shared_expert, "rows_per_simdgroup", lambda *_: 2)
     case = next(c for c in shared_expert.cases() if "3x256_8+33" in c.name)
-    try:
-        with use_kernels("emulate"):
-            result = "wrong result" if check(case)[0] else ""
-    except _kernel.emulator().EmulatorError as error:
-        result = error.kind
-    assert result == found
+    assert mutants.found(case) == found

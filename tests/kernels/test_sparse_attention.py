@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import disable, emulator, emulator_missing, families, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing
 from mlx_ds4.custom_kernels._rows import SplitRows, part
+from mlx_ds4.custom_kernels._switches import disable, families, use_kernels
 from mlx_ds4.custom_kernels.rope import rope, rope_frequencies, rope_ref, rope_table
 from mlx_ds4.custom_kernels.sparse_attention import _heads_of_group, sparse_attention, sparse_attention_ref
 from tests.golden_tools import assert_equal, golden, row_error

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
-from mlx_ds4.custom_kernels._kernel import emulator_missing, trace, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import trace, use_kernels
 from mlx_ds4.custom_kernels.topk import top_k, top_k_groups, top_k_mask
 
 needs_emulator = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import expert_matmul
+from mlx_ds4.custom_kernels import _switches, expert_matmul
+from mlx_ds4.custom_kernels._switches import families
 from mlx_ds4.model import compiled
 from mlx_ds4.model.compiled import CompiledSteps
 from tests.golden_tools import manifest
@@ -74,6 +75,25 @@ def test_taps_of_a_graph(traced, sequence):
     assert len(taps[0]) == len(model.config.dspark_target_layer_ids) > 0
     for one, other in zip(*taps, strict=True):
         assert mx.array_equal(one, other)
+
+
+def test_graphs_are_made_where_a_gpu_is_and_not_if_disabled(traced, sequence, monkeypatch):
+    """Here the GPU is a claim: no family may launch, so that the graphs hold references."""
+    model, shapes = traced
+    monkeypatch.setattr(model, "compiled", None)
+    monkeypatch.setattr(_switches, "_gpu", lambda: "cuda")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    logits = []
+    for disabled, graphs in ((families(), 2), ((*families(), "compiled_step"), 0)):
+        monkeypatch.setenv("MLX_DS4_DISABLE", ",".join(disabled))
+        _switches.reset_settings()
+        del shapes[:]
+        logits.append(np.array(run(model, sequence[:4], [4])[0]))
+        assert len(shapes) == graphs
+    monkeypatch.undo()
+    _switches.reset_settings()
+    np.testing.assert_array_equal(*logits)
+    assert not model._compiles()  # a CPU: nothing to gain
 
 
 @pytest.mark.parametrize("change", ["array", "module", "setting"])

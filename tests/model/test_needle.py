@@ -25,6 +25,7 @@ from mlx.utils import tree_map_with_path
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels.expand_matmul import Streams
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4, fake_quant_fp4_e4m3
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.formats.quant_blocks import E2M1
@@ -168,14 +169,22 @@ def answering(*wishes: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     return np.linalg.pinv(np.concatenate([q for q, _ in wishes])) @ np.concatenate([p for _, p in wishes])
 
 
+def any_streams(*leading: int) -> Streams:
+    """What the layers' results are added to, on which nothing here depends."""
+    M, C = CONFIG.hc_mult, CONFIG.hidden_size
+    h = mx.zeros((*leading, M, C), dtype=mx.bfloat16)
+    return h, mx.ones((*leading, 1, M * (M + 2) + 1)), mx.zeros((M * (M + 2),)), mx.zeros((3,))
+
+
 def retrieved(hay: Haystack, size: int, length: int) -> dict[str, np.ndarray]:
     """Needle -> whether each row that asks for it has it in its selection; then both layers' outputs depend on it."""
     caches, trace = filled_caches(CONFIG, hay.keys, hay.rows, length), {}
     step = Step(CONFIG, size, length, trace)
+    streams = any_streams(2, length)
     selections = []
     for layer, (attention, x) in enumerate(zip(layers(), hay.inputs, strict=True)):
         step.layer = layer
-        attention(x, step, caches[layer])
+        attention(x, step, caches[layer], streams, iters=CONFIG.hc_sinkhorn_iters, eps=CONFIG.hc_eps, norm_eps=1e-6)
         selections.append(np.array(step.selection))
     outputs = [np.array(trace[f"L{layer}.attn.o"].astype(mx.float32)) for layer in range(4)]
     np.testing.assert_array_equal(selections[0], selections[1])
