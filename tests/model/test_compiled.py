@@ -12,10 +12,13 @@ import pytest
 
 from mlx_ds4.custom_kernels import _switches, expert_matmul
 from mlx_ds4.custom_kernels._switches import families
+from mlx_ds4.generation import generate_step
 from mlx_ds4.model import compiled
 from mlx_ds4.model.compiled import CompiledSteps
+from mlx_ds4.speculative import speculative_step
 from tests.golden_tools import manifest
 from tests.model.test_steps import assert_same_state, run
+from tests.speculative.fakes import Always, drafters
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +38,12 @@ def traced(nano_wide, monkeypatch):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("sizes", [[9, 1], [12, 6, 1, 1, 5, 8, 1], [1], [8]])
+@pytest.mark.parametrize("sizes", [[20, 1], [12, 6, 1, 5], [8]])
 def test_graphs_give_the_bits_of_eager_steps(traced, sequence, sizes, monkeypatch):
     model, _ = traced
-    logits, cache = run(model, sequence, sizes)
+    logits, cache = run(model, sequence[:24], sizes)
     monkeypatch.setattr(model, "compiled", False)
-    want, eager = run(model, sequence, sizes)
+    want, eager = run(model, sequence[:24], sizes)
     np.testing.assert_array_equal(np.array(logits), np.array(want))
     assert_same_state(cache, eager)
 
@@ -96,6 +99,23 @@ def test_graphs_are_made_where_a_gpu_is_and_not_if_disabled(traced, sequence, mo
     assert not model._compiles()  # a CPU: nothing to gain
 
 
+@pytest.mark.parametrize("kind", ["right", "partly"])
+def test_drafts_verified_by_graphs_give_the_serial_text(traced, sequence, kind, monkeypatch):
+    """Six-row graphs, rewinds and one-row graphs take turns on one cache."""
+    model, shapes = traced
+    prompt = mx.array(sequence[:18])
+    monkeypatch.setattr(model, "compiled", False)
+    cache = model.make_cache()
+    serial = [token for token, _ in generate_step(prompt, model, max_tokens=9, prompt_cache=cache)]
+    monkeypatch.setattr(model, "compiled", True)
+    drafter = drafters([*sequence[:18], *serial], vocab=model.config.vocab_size)[kind]
+    drafted = model.make_cache()
+    steps = speculative_step(prompt, model, drafter, max_tokens=9, prompt_cache=drafted, admission=Always())
+    assert [token for token, *_ in steps] == serial
+    assert drafter.proposals and shapes
+    assert_same_state(drafted, cache)
+
+
 @pytest.mark.parametrize("change", ["array", "module", "setting"])
 def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
     model, shapes = traced
@@ -112,3 +132,21 @@ def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
         monkeypatch.setattr(model.norm, "eps", 1.0)
     after = np.array(model(mx.array([sequence[20:21]]), cache.copy()))
     assert len(shapes) > traced_once and not np.array_equal(before, after)
+
+
+@pytest.mark.slow
+def test_compiled_on_the_cpu(nano_k, monkeypatch):
+    """Really compiled: MLX fuses operations there, so numbers may differ in the last place, tokens may not."""
+    monkeypatch.setattr(expert_matmul, "_GATHERED_PAIRS", 64)
+    ids = manifest("nano_k")["sequences"]["A"][:20]
+    tokens = {}
+    for on in (True, False):
+        monkeypatch.setattr(nano_k, "compiled", on)
+        cache = nano_k.make_cache()
+        logits = nano_k(mx.array([ids]), cache)
+        tokens[on] = []
+        for _ in range(6):
+            tokens[on].append(mx.argmax(logits[0, -1]).item())
+            logits = nano_k(mx.array([[tokens[on][-1]]]), cache)
+    assert tokens[True] == tokens[False]
+    assert len(nano_k._steps._graphs) >= 4
