@@ -24,7 +24,8 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import mlx.core as mx
 
 from mlx_ds4.bench_timing import random_tokens
-from mlx_ds4.custom_kernels._kernel import Launch, backend, watch_launches
+from mlx_ds4.custom_kernels._kernel import Launch, watch_launches
+from mlx_ds4.custom_kernels._switches import backend
 from mlx_ds4.machine import machine
 from mlx_ds4.random_model import cut_config, fill_cache, random_model
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks import dspark, long_context, profile_step, vs_peers
-from mlx_ds4.custom_kernels._kernel import emulator_missing, use_kernels
+from mlx_ds4.custom_kernels._kernel import emulator_missing
+from mlx_ds4.custom_kernels._switches import use_kernels
 from tests.golden_tools import GOLDEN
 
 pytestmark = pytest.mark.slow
