@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from mlx_ds4 import chat
 from mlx_ds4.api import GenerationResponse, load, shipped_model, stream_generate, summary
 from mlx_ds4.command_line import Parser, UsageError
+from mlx_ds4.custom_kernels._switches import backend
 from mlx_ds4.drafter_files import find_drafter, load_drafter
 from mlx_ds4.inspect_file import inspect_file
 from mlx_ds4.sampling import make_sampler
@@ -104,6 +105,8 @@ def _generate(args: argparse.Namespace) -> int:
             drafting["draft_model"] = load_drafter(model, file, progress=progress)
         drafting["num_draft_tokens"] = args.num_draft_tokens
     ids = _encode(args, tokenizer, prompt)
+    if show and backend() == "cuda":
+        print("MLX compiles the kernels for this card first, which takes a minute or two.", file=sys.stderr)
     if args.verbose:
         settings = ", ".join(f"{name} {getattr(args, name)}" for name in ("temp", "top_p", "min_p", "top_k", "seed"))
         print(f"{args.model or 'The model of this package'}; {settings}", file=sys.stderr)

@@ -77,6 +77,12 @@ def test_tokens_in_tokens_out(command):
     assert "temp 0.0" in err and "Loading" in err
 
 
+def test_a_cuda_user_knows_why_nothing_happens_at_first(quick, monkeypatch):
+    assert "compiles" not in quick("--prompt-tokens", ids(9), "-m", "1")[2]
+    monkeypatch.setattr(generate, "backend", lambda: "cuda")
+    assert "compiles the kernels" in quick("--prompt-tokens", ids(9), "-m", "1")[2]
+
+
 def test_json(quick, tmp_path):
     file = tmp_path / "ids.txt"
     file.write_text(" ".join(map(str, A[:20])) + "\n")
