@@ -25,7 +25,7 @@ from tqdm import tqdm
 from mlx_ds4.api import load, shipped_model
 from mlx_ds4.bench_report import write_report
 from mlx_ds4.bench_timing import decode_seconds, host_seconds, prefill_seconds, random_tokens, warm
-from mlx_ds4.cache import REWIND
+from mlx_ds4.cache import PREFILL_MODES, REWIND
 from mlx_ds4.convert.source_files import model_fingerprint
 from mlx_ds4.loader import describe
 from mlx_ds4.machine import machine
@@ -58,6 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rows", type=_numbers, default=[1], metavar="N,N,..", help=f"rows of a decode step, 1 to {REWIND} (1)")
     add("--steps", type=int, default=16, metavar="N", help="decode steps that are timed (16)")
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per pass (2048)")
+    add("--prefill-mode", choices=PREFILL_MODES, default="exact",
+        help="replay runs the later layers over the prompt's end only, that of every frontier (exact)")  # fmt: skip
     add("--fill", choices=("prefill", "random"), default="prefill",
         help="fill the cache with the prompt, or with random state: decode figures only (prefill)")  # fmt: skip
     add("--commit", metavar="ID", help="the commit to write into the lines, where git is not at hand")
@@ -112,6 +114,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"--{name.replace('_', '-')} is {value}, expected 1 to {most}.")
+    if args.fill == "random" and args.prefill_mode != "exact":
+        raise UsageError("--fill random contradicts --prefill-mode: there is no prefill; leave one out.")
     if args.output:
         folder = Path(args.output).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -139,15 +143,16 @@ def _open(args: argparse.Namespace):
         else:
             model, _ = load(path, progress=progress)
             about = {"model": path.name, "fingerprint": model_fingerprint(path)}
-    about |= {"layers": model.config.num_hidden_layers, "fill": args.fill} | machine()
+    about |= {"layers": model.config.num_hidden_layers, "fill": args.fill, "prefill_mode": args.prefill_mode}
+    about |= machine()
     return model, about | ({"commit": args.commit} if args.commit else {})
 
 
 def measure(model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of every frontier, one record for each number of rows; keys as in `bench_report.COLUMNS`."""
     layers = model.config.num_hidden_layers
-    warm(model, chunk=min(args.prefill_step_size, args.frontiers[0]), rows=args.rows)
-    cache = model.make_cache()
+    warm(model, chunk=min(args.prefill_step_size, args.frontiers[0]), rows=args.rows, prefill_mode=args.prefill_mode)
+    cache = model.make_cache(args.prefill_mode)
     with _bar("Context", "tok") as bar:
         bar.total = args.frontiers[-1]
         for frontier in args.frontiers:
