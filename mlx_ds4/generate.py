@@ -59,7 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="keep this many tokens; 0 is off (0)")
     add("--seed", type=int, help="makes sampled text repeatable")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--prefill-step-size", type=_integer(1), default=2048, metavar="N", help="prompt tokens per pass (2048)")
+    add("--prefill-step-size", type=_integer(1), metavar="N",
+        help="prompt tokens per pass (8192, or what memory allows)")  # fmt: skip
     add("--prefill-mode", choices=PREFILL_MODES, default="exact",
         help="replay runs the later layers over the prompt's end only: sooner, approximate (exact)")  # fmt: skip
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import mlx.core as mx
 
+from mlx_ds4.machine import free_memory
+from mlx_ds4.memory import chunk_size
 from mlx_ds4.sampling import LogitsProcessor, check_logits
 
 
@@ -25,7 +27,7 @@ def generate_step(
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_cache=None,
-    prefill_step_size: int = 2048,
+    prefill_step_size: int | None = None,
     prefill_mode: str = "exact",
     prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
@@ -42,9 +44,10 @@ def generate_step(
     suspended or closed, the prompt and every token yielded. After the last of `max_tokens` tokens it lacks
     that one, which nobody had to feed.
 
-    `prefill_mode` "replay" runs the decoder layers of the model over the last `config.replay_rows` tokens of the
-    prompt only, whatever the chunks: an approximation for prompts beyond that (`Model.__call__`). A cache of one
-    mode serves no other.
+    `prefill_step_size` counts the tokens of a chunk: by default 8,192, or what memory allows (`memory.chunk_size`);
+    2,048 where the device does not tell its memory. `prefill_mode` "replay" runs the decoder layers of the model over
+    the last `config.replay_rows` tokens of the prompt only, whatever the chunks: an approximation for prompts beyond
+    that (`Model.__call__`). A cache of one mode serves no other.
 
     Ctrl+C acts between model calls: during the prefill the cache then
     holds the chunks done, during decoding the tokens yielded. `prompt_cache.offset` tells how many.
@@ -58,7 +61,7 @@ def generate_step(
             f"The prompt has shape {prompt.shape} and type {prompt.dtype}, but must be a non-empty vector of "
             "token ids; encode some text first."
         )
-    if not isinstance(prefill_step_size, int) or prefill_step_size < 1:
+    if prefill_step_size is not None and (not isinstance(prefill_step_size, int) or prefill_step_size < 1):
         raise ValueError(f"prefill_step_size is {prefill_step_size!r}, but must be a positive integer.")
     check_token_range(prompt.min().item(), prompt.max().item(), model.config.vocab_size)
     cache = cache_of_mode(model, prompt_cache, prefill_mode)
@@ -69,6 +72,8 @@ def generate_step(
             f"go on with {missing} tokens more, or start a new cache."
         )
     limit = token_limit(model, cache, prompt.size, max_tokens)
+    if prefill_step_size is None:
+        prefill_step_size = chunk_size(model.config, prompt.size, cache.offset + prompt.size, free_memory())
     progress = prompt_progress_callback or (lambda done, total: None)
     sample = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
     sample = getattr(sample, "lazy", sample)  # the check that a Sampler would wait for is made here, a step later
