@@ -17,7 +17,7 @@ def row_bytes(config: ModelConfig) -> tuple[int, int]:
     """Bytes that one row of a long step holds throughout a layer, and those it adds for a while. Layers are evaluated
     one by one, so one layer counts.
 
-    Counted for plain operations, which widen to float32 and were measured on a CPU; kernels hold far less. Three times
+    Counted for plain operations, which widen to float32 and were measured on a CPU; kernels hold less. Three times
     the streams, coefficients and lists, and the largest of: queries and the heads' results with float32 copies,
     the streams' mix before its sum, the streams and keys of Engram, the chosen experts' results in two orders.
     """
