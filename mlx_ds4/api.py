@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_ds4 import chat
-from mlx_ds4.generation import PromptCache, check_token_range, generate_step, token_limit, with_history
+from mlx_ds4.generation import PromptCache, cache_of_mode, check_token_range, generate_step, token_limit, with_history
 from mlx_ds4.loader import load_model
 from mlx_ds4.model.model import Model
 from mlx_ds4.sampling import LogitsProcessor
@@ -92,6 +92,7 @@ def stream_generate(
     *,
     stop: str | Sequence[str] | None = None,
     prompt_cache=None,
+    prefill_mode: str = "exact",
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     draft_model: SpeculativeDrafter | None = None,
@@ -109,7 +110,8 @@ def stream_generate(
     taken from the cache (`cached_tokens`), and the cache holds this exchange afterwards, also when the caller
     stops early. If the model fails, the cache is cleared; an interruption (KeyboardInterrupt, or a
     BaseException such as asyncio.CancelledError raised by the progress callback) keeps what was done. A plain
-    `model.make_cache()` works as in mlx_lm: `prompt` continues what it holds.
+    `model.make_cache()` works as in mlx_lm: `prompt` continues what it holds. `prefill_mode` is explained at
+    `generate_step`; a `PromptCache` of another mode starts afresh.
 
     `draft_model`, from `load_drafter`, makes generation speculative: the same tokens, sooner where its guesses are
     good. What the model reasons is decoded serially then. Remaining arguments are those of `generate_step`, with
@@ -123,12 +125,12 @@ def stream_generate(
     reused = prompt_cache if isinstance(prompt_cache, PromptCache) else None
     cached = 0
     if reused is not None:
-        cached = reused.reuse(ids)
+        cached = reused.reuse(ids, prefill_mode)
         prompt_cache = reused.cache
         logits_processors = [with_history(ids[:cached], process) for process in logits_processors or []]
         prompt_progress_callback = _with_checkpoint(reused, ids, prompt_progress_callback)
-    elif prompt_cache is None:
-        prompt_cache = model.make_cache()
+    else:
+        prompt_cache = cache_of_mode(model, prompt_cache, prefill_mode)
     limit = token_limit(model, prompt_cache, len(ids) - cached, max_tokens)
     drafts = None
     step: Callable = generate_step
@@ -141,6 +143,7 @@ def stream_generate(
         model,
         max_tokens=limit,
         prompt_cache=prompt_cache,
+        prefill_mode=prefill_mode,
         logits_processors=logits_processors,
         prompt_progress_callback=prompt_progress_callback,
         **kwargs,

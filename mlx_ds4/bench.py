@@ -25,11 +25,12 @@ from tqdm import tqdm
 from mlx_ds4.api import load, shipped_model
 from mlx_ds4.bench_report import write_report
 from mlx_ds4.bench_timing import decode_seconds, host_seconds, prefill_seconds, random_tokens, warm
-from mlx_ds4.cache import REWIND
+from mlx_ds4.cache import PREFILL_MODES, REWIND
 from mlx_ds4.command_line import Parser, UsageError
 from mlx_ds4.convert.source_files import model_fingerprint
 from mlx_ds4.loader import describe
-from mlx_ds4.machine import machine
+from mlx_ds4.machine import free_memory, machine
+from mlx_ds4.memory import chunk_size
 from mlx_ds4.random_model import cut_config, fill_cache, random_model
 
 _RESERVE = 256  # positions that decoding takes behind the last frontier, at most
@@ -49,7 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="context lengths to measure at (2048,8192,32768)")  # fmt: skip
     add("--rows", type=_numbers, default=[1], metavar="N,N,..", help=f"rows of a decode step, 1 to {REWIND} (1)")
     add("--steps", type=int, default=16, metavar="N", help="decode steps that are timed (16)")
-    add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per pass (2048)")
+    add("--prefill-step-size", type=int, metavar="N", help="prompt tokens per pass (8192, or what memory allows)")
+    add("--prefill-mode", choices=PREFILL_MODES, default="exact",
+        help="replay runs the later layers over the prompt's end only, that of every frontier (exact)")  # fmt: skip
     add("--fill", choices=("prefill", "random"), default="prefill",
         help="fill the cache with the prompt, or with random state: decode figures only (prefill)")  # fmt: skip
     add("--commit", metavar="ID", help="the commit to write into the lines, where git is not at hand")
@@ -104,6 +107,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"--{name.replace('_', '-')} is {value}, expected 1 to {most}.")
+    if args.fill == "random" and args.prefill_mode != "exact":
+        raise UsageError("--fill random contradicts --prefill-mode: there is no prefill; leave one out.")
     if args.output:
         folder = Path(args.output).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -131,15 +136,17 @@ def _open(args: argparse.Namespace):
         else:
             model, _ = load(path, progress=progress)
             about = {"model": path.name, "fingerprint": model_fingerprint(path)}
-    about |= {"layers": model.config.num_hidden_layers, "fill": args.fill} | machine()
+    about |= {"layers": model.config.num_hidden_layers, "fill": args.fill, "prefill_mode": args.prefill_mode}
+    about |= machine()
     return model, about | ({"commit": args.commit} if args.commit else {})
 
 
 def measure(model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of every frontier, one record for each number of rows; keys as in `bench_report.COLUMNS`."""
-    layers = model.config.num_hidden_layers
-    warm(model, chunk=min(args.prefill_step_size, args.frontiers[0]), rows=args.rows)
-    cache = model.make_cache()
+    layers, last = model.config.num_hidden_layers, args.frontiers[-1]
+    chunk = args.prefill_step_size or chunk_size(model.config, last, last, free_memory())
+    warm(model, chunk=min(chunk, args.frontiers[0]), rows=args.rows, prefill_mode=args.prefill_mode)
+    cache = model.make_cache(args.prefill_mode)
     with _bar("Context", "tok") as bar:
         bar.total = args.frontiers[-1]
         for frontier in args.frontiers:
@@ -150,7 +157,7 @@ def measure(model, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 fill_cache(cache, frontier)
                 bar.update(frontier - bar.n)
             else:
-                common |= _prefill(model, cache, frontier, args.prefill_step_size, bar)
+                common |= _prefill(model, cache, frontier, chunk, bar)
             host = host_seconds(model, cache.copy()) * 1e3
             for rows in args.rows:
                 seconds = decode_seconds(model, cache.copy(), rows=rows, steps=args.steps)
@@ -176,6 +183,7 @@ def _prefill(model, cache, frontier: int, chunk: int, bar: tqdm) -> dict[str, An
     chunk_tps = statistics.median(full) if full else total / seconds
     return {
         "prefill_tokens": total,
+        "prefill_step_size": chunk,
         "prefill_tps": round(total / seconds, 1),
         "prefill_chunk_tps": round(chunk_tps, 1),
         "prefill_tps_x_layers": round(chunk_tps * model.config.num_hidden_layers, 1),

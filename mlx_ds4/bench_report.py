@@ -18,6 +18,7 @@ COLUMNS = (
     "context",  # positions in the cache when decoding began: the frontier
     "rows",  # rows of a decode step
     "prefill_tokens",  # tokens fed to come here from the frontier before
+    "prefill_step_size",  # tokens of a chunk
     "prefill_tps",  # tokens a second over these
     "prefill_chunk_tps",  # tokens a second of a chunk of full size, median
     "prefill_tps_x_layers",  # the same times the number of layers, to compare models cut to different depths

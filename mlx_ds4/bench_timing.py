@@ -38,7 +38,13 @@ def prefill_seconds(
             progress(done, total)
 
     for _ in generate_step(
-        tokens, model, max_tokens=0, prompt_cache=cache, prefill_step_size=chunk, prompt_progress_callback=note
+        tokens,
+        model,
+        max_tokens=0,
+        prompt_cache=cache,
+        prefill_step_size=chunk,
+        prefill_mode=cache.prefill_mode,
+        prompt_progress_callback=note,
     ):
         pass
     return chunks
@@ -58,7 +64,8 @@ def decode_seconds(model, cache, *, rows: int = 1, steps: int = 16, warm_up: int
 def _one_row(model, cache, steps: int) -> list[float]:
     times = []
     # Two tokens more: the first comes from the prompt, and with the last no further step is started.
-    run = generate_step(random_tokens(model.config, 1), model, max_tokens=steps + 2, prompt_cache=cache)
+    token, mode = random_tokens(model.config, 1), cache.prefill_mode
+    run = generate_step(token, model, max_tokens=steps + 2, prompt_cache=cache, prefill_mode=mode)
     next(run)
     for _ in range(steps):
         start = time.perf_counter()
@@ -101,9 +108,9 @@ def host_seconds(model, cache, *, steps: int = 8) -> float:
     return statistics.median(times)
 
 
-def warm(model, *, chunk: int, rows: Sequence[int]) -> None:
+def warm(model, *, chunk: int, rows: Sequence[int], prefill_mode: str = "exact") -> None:
     """Runs a chunk of prefill and a step of each row count on a cache of its own, so that kernels are compiled."""
-    cache = model.make_cache()
+    cache = model.make_cache(prefill_mode)
     prefill_seconds(model, cache, random_tokens(model.config, chunk), chunk=chunk)
     for count in rows:
         decode_seconds(model, cache, rows=count, steps=1, warm_up=1)

@@ -20,6 +20,8 @@ from mlx_ds4.custom_kernels.compress import PENDING
 
 # Positions that can be taken back; a verification step has at most six rows.
 REWIND = 8
+# How prompts are run: all rows through all layers, or decoder layers over the last rows only (`Model.forward`).
+PREFILL_MODES = ("exact", "replay")
 # Rows of the part of a growing cache that a step rewrites; half of them move to the old part when it is full.
 RECENT = 512
 _CAPACITY_STEP = 8192
@@ -238,11 +240,16 @@ class Cache:
     """State of a batch of equally long sequences.
 
     `offset` is the number of positions processed; `rewindable` how many of the last ones `trim` can take back.
-    `rings` is the drafter's part, made by speculative decoding of one sequence.
+    `rings` is the drafter's part, made by speculative decoding of one sequence. `prefill_mode` is fixed when the cache
+    is made: state of mode "replay" is an approximation, and no step or copy turns one mode into the other. In it
+    the windows of decoder layers hold the positions from `decoder_start` on; in "exact" state that stays 0.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, prefill_mode: str = "exact"):
+        check_prefill_mode(config, prefill_mode)
         self.config = config
+        self.prefill_mode = prefill_mode
+        self.decoder_start = 0
         self.layers = [LayerCache(config, layer) for layer in range(config.num_hidden_layers)]
         self.offset = 0
         self.rewindable = 0
@@ -264,9 +271,12 @@ class Cache:
         for layer in self.layers:
             layer.begin(batch, self.offset, count)
 
-    def advance(self, count: int, ids: np.ndarray | None) -> None:
-        """Ends a step of `count` positions whose mapped n-gram ids are `ids` [B, count]."""
+    def advance(self, count: int, ids: np.ndarray | None, decoder_rows: int | None = None) -> None:
+        """Ends a step of `count` positions whose mapped n-gram ids are `ids` [B, count]; decoder layers ran over the
+        last `decoder_rows` of them (default: all)."""
         self.offset += count
+        if decoder_rows is not None and decoder_rows < count:
+            self.decoder_start = self.offset - decoder_rows
         self.rewindable = min(REWIND, self.rewindable + count)
         if ids is not None:
             ids = ids if self.history is None else np.concatenate([self.history, ids], axis=1)
@@ -284,6 +294,7 @@ class Cache:
             )
         self.offset -= count
         self.rewindable -= count
+        self.decoder_start = min(self.decoder_start, self.offset)
         for layer in self.layers:
             layer.trim(self.offset)
         if self.history is not None:
@@ -291,6 +302,12 @@ class Cache:
         if self.rings is not None:
             self.rings.trim(self.offset)
         return count
+
+    def missing_rows(self, kept: int, count: int) -> int:
+        """How many positions decoder layers would lack if `count` new ones followed the first `kept` of this cache:
+        at the end they must have run over the last `config.replay_rows`, or over all there are."""
+        want = min(self.config.replay_rows, kept + count)
+        return max(0, want - count - max(0, kept - self.decoder_start))
 
     def is_trimmable(self) -> bool:
         return self.rewindable > 0
@@ -311,6 +328,14 @@ class Cache:
         """Bytes held on the device."""
         rings = 0 if self.rings is None else self.rings.nbytes
         return sum(layer.nbytes for layer in self.layers) + rings
+
+
+def check_prefill_mode(config: ModelConfig, prefill_mode: str) -> None:
+    """Raises ValueError for a mode that does not exist, or that the model has no layers for."""
+    if prefill_mode not in PREFILL_MODES:
+        raise ValueError(f"prefill_mode is {prefill_mode!r}, expected one of {', '.join(map(repr, PREFILL_MODES))}")
+    if prefill_mode == "replay" and config.first_decoder_layer is None:
+        raise ValueError("prefill_mode is 'replay', but this model has no KV source layer to cut at: use 'exact'")
 
 
 def _capacity(rows: int) -> int:

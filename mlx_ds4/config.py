@@ -307,6 +307,17 @@ class ModelConfig:
         return self.owns_index(layer) and layer > self.candidate_source_layer_id
 
     @property
+    def first_decoder_layer(self) -> int | None:
+        """The last KV owner. It and the layers behind it write nothing that another position reads except the owner's
+        compressed rows and their own windows. None in a model without owners."""
+        return max(self.kv_source_layer_ids, default=None)
+
+    @property
+    def replay_rows(self) -> int:
+        """Last positions of a prompt that decoder layers run over in prefill mode "replay": a window."""
+        return self.sliding_window
+
+    @property
     def engram_columns(self) -> int:
         """Table rows read per token and Engram layer."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mlx_ds4 import chat
 from mlx_ds4.api import GenerationResponse, load, shipped_model, stream_generate, summary
+from mlx_ds4.cache import PREFILL_MODES
 from mlx_ds4.command_line import Parser, UsageError
 from mlx_ds4.custom_kernels._switches import backend
 from mlx_ds4.drafter_files import find_drafter, load_drafter
@@ -51,7 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="keep this many tokens; 0 is off (0)")
     add("--seed", type=int, help="makes sampled text repeatable")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--prefill-step-size", type=_integer(1), default=2048, metavar="N", help="prompt tokens per pass (2048)")
+    add("--prefill-step-size", type=_integer(1), metavar="N",
+        help="prompt tokens per pass (8192, or what memory allows)")  # fmt: skip
+    add("--prefill-mode", choices=PREFILL_MODES, default="exact",
+        help="replay runs the later layers over the prompt's end only: sooner, approximate (exact)")  # fmt: skip
 
     add("--dspark", action=argparse.BooleanOptionalAction,
         help="draft tokens with the DSpark drafter beside the model; the text stays the same (off)")  # fmt: skip
@@ -119,6 +123,7 @@ def _generate(args: argparse.Namespace) -> int:
             stop=args.stop,
             sampler=sampler,
             prefill_step_size=args.prefill_step_size,
+            prefill_mode=args.prefill_mode,
             prompt_progress_callback=progress,
             **drafting,
         )

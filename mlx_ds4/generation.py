@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import mlx.core as mx
 
+from mlx_ds4.machine import free_memory
+from mlx_ds4.memory import chunk_size
 from mlx_ds4.sampling import LogitsProcessor, check_logits
 
 
@@ -25,7 +27,8 @@ def generate_step(
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_cache=None,
-    prefill_step_size: int = 2048,
+    prefill_step_size: int | None = None,
+    prefill_mode: str = "exact",
     prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yields (token, logprobs float32 [V]) until `max_tokens` or the model's longest context is reached.
@@ -39,28 +42,55 @@ def generate_step(
 
     The next step is started before a token is handed out, so the cache holds, whenever this generator is
     suspended or closed, the prompt and every token yielded. After the last of `max_tokens` tokens it lacks
-    that one, which nobody had to feed. Ctrl+C acts between model calls: during the prefill the cache then
+    that one, which nobody had to feed.
+
+    `prefill_step_size` counts the tokens of a chunk: by default 8,192, or what memory allows (`memory.chunk_size`);
+    2,048 where the device does not tell its memory. `prefill_mode` "replay" runs the decoder layers of the model over
+    the last `config.replay_rows` tokens of the prompt only, whatever the chunks: an approximation for prompts beyond
+    that (`Model.__call__`). A cache of one mode serves no other.
+
+    Ctrl+C acts between model calls: during the prefill the cache then
     holds the chunks done, during decoding the tokens yielded. `prompt_cache.offset` tells how many.
 
     Raises ValueError, at the call, for an empty or misshapen prompt, ids outside the vocabulary, a prompt
-    beyond the longest context, or settings outside their range; and, while running, for logits that are no
-    distribution, naming the position.
+    beyond the longest context, settings outside their range, or a cache of another mode; and, while running,
+    for logits that are no distribution, naming the position.
     """
     if prompt.ndim != 1 or prompt.size == 0 or not mx.issubdtype(prompt.dtype, mx.integer):
         raise ValueError(
             f"The prompt has shape {prompt.shape} and type {prompt.dtype}, but must be a non-empty vector of "
             "token ids; encode some text first."
         )
-    if not isinstance(prefill_step_size, int) or prefill_step_size < 1:
+    if prefill_step_size is not None and (not isinstance(prefill_step_size, int) or prefill_step_size < 1):
         raise ValueError(f"prefill_step_size is {prefill_step_size!r}, but must be a positive integer.")
     check_token_range(prompt.min().item(), prompt.max().item(), model.config.vocab_size)
-    cache = model.make_cache() if prompt_cache is None else prompt_cache
+    cache = cache_of_mode(model, prompt_cache, prefill_mode)
+    missing = cache.missing_rows(cache.offset, prompt.size)
+    if missing:
+        raise ValueError(
+            "The cache ends inside a prompt of prefill_mode 'replay', whose last tokens the decoder layers lack; "
+            f"go on with {missing} tokens more, or start a new cache."
+        )
     limit = token_limit(model, cache, prompt.size, max_tokens)
+    if prefill_step_size is None:
+        prefill_step_size = chunk_size(model.config, prompt.size, cache.offset + prompt.size, free_memory())
     progress = prompt_progress_callback or (lambda done, total: None)
     sample = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
     sample = getattr(sample, "lazy", sample)  # the check that a Sampler would wait for is made here, a step later
     prompt = prompt.astype(mx.int32)
     return _steps(prompt, model, cache, limit, sample, logits_processors or [], prefill_step_size, progress)
+
+
+def cache_of_mode(model, prompt_cache, prefill_mode: str):
+    """The given cache, or a fresh one; ValueError for one that was made for another prefill mode."""
+    if prompt_cache is None:
+        return model.make_cache(prefill_mode)
+    if prompt_cache.prefill_mode != prefill_mode:
+        raise ValueError(
+            f"The cache holds state of prefill_mode {prompt_cache.prefill_mode!r}, but {prefill_mode!r} is asked for, "
+            "and the two do not mix; start a new cache."
+        )
+    return prompt_cache
 
 
 def check_token_range(lowest: int, highest: int, vocab_size: int) -> None:
@@ -91,13 +121,16 @@ def token_limit(model, cache, prompt_size: int, max_tokens: int) -> int:
 
 def _steps(prompt, model, cache, limit, sample, processors, step_size, progress):
     total, start = prompt.size, cache.offset
+    tail = total - model.config.replay_rows if cache.prefill_mode == "replay" else 0
     history = prompt
     done = 0
     progress(done, total)
     while done < total:
         chunk = prompt[done : done + step_size]
+        # Chunks that lie in the tail, and those of exact mode, run through all layers whole.
+        skipped = {"decoder_rows": max(0, done + chunk.size - tail)} if done < tail else {}
         with whole_call():
-            logits = model(chunk[None], cache=cache, last_only=True)
+            logits = model(chunk[None], cache=cache, last_only=True, **skipped)
         done += chunk.size
         if done < total or limit == 0:
             mx.eval([layer.state for layer in cache])
@@ -191,23 +224,25 @@ class PromptCache:
         self._model = model
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self, prefill_mode: str = "exact") -> None:
         """Forgets everything: a fresh cache and no tokens."""
-        self.cache = self._model.make_cache()
+        self.cache = self._model.make_cache(prefill_mode)
         self.tokens: list[int] = []
         self._saved: tuple[list[int], object] | None = None
 
-    def reuse(self, prompt: Sequence[int]) -> int:
+    def reuse(self, prompt: Sequence[int], prefill_mode: str = "exact") -> int:
         """Makes the cache hold the longest usable prefix of `prompt` and returns its length.
 
         That is what the prompt shares with the live state or with the checkpoint, if it can be rewound so
         far (`cache.rewindable`), and never the prompt's last token, whose logits are needed. If neither
-        can, the cache starts afresh and 0 is returned.
+        can, or they are of another prefill mode, the cache starts afresh and 0 is returned.
         """
+        if self.cache.prefill_mode != prefill_mode:
+            self.clear(prefill_mode)
         # Of two states that serve equally well, the one that can be rewound further afterwards.
         keep, _, saved = max((*_usable(tokens, cache, prompt), is_saved) for tokens, cache, is_saved in self._states())
         if keep == 0:
-            self.clear()
+            self.clear(prefill_mode)
         elif saved:
             self.tokens, self.cache = list(self._saved[0]), self._saved[1].copy()
         self.cache.trim(len(self.tokens) - keep)
@@ -238,4 +273,5 @@ def _usable(held: Sequence[int], cache, prompt: Sequence[int]) -> tuple[int, int
     while common < longest and held[common] == prompt[common]:
         common += 1
     spare = cache.rewindable - (len(held) - common)
-    return (common, spare) if spare >= 0 else (0, 0)
+    usable = spare >= 0 and not cache.missing_rows(common, len(prompt) - common)
+    return (common, spare) if usable else (0, 0)

@@ -134,5 +134,6 @@ def bind(model: nn.Module, weight: Weight, value: mx.array | BlockWeight) -> Non
 
 def machine_memory() -> int:
     """Bytes of memory the weights can live in: the device's as MLX reports it, else the machine's."""
-    reported = mx.device_info().get("memory_size")
+    info = mx.device_info()
+    reported = info.get("memory_size") or info.get("total_memory")  # as Metal and CUDA call it
     return int(reported) if reported else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

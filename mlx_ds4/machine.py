@@ -26,6 +26,20 @@ def machine() -> dict[str, str]:
     }
 
 
+def free_memory() -> int | None:
+    """Bytes that the default device can still give, as MLX reports it, or None where it reports none (a CPU).
+
+    On Metal that is the machine's memory, less what MLX has in use; on CUDA what is free, and what MLX keeps of freed
+    arrays.
+    """
+    info = mx.device_info(mx.default_device())
+    if "free_memory" in info:
+        return int(info["free_memory"]) + mx.get_cache_memory()
+    if "memory_size" in info:
+        return max(0, int(info["memory_size"]) - mx.get_active_memory())
+    return None
+
+
 def commit() -> str:
     """The checkout's commit, with "+" when files differ from it; "unknown" for an installed package."""
     if not (_ROOT / "pyproject.toml").is_file():

@@ -23,7 +23,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlx_ds4.admission import Admission
-from mlx_ds4.generation import generate_step, token_limit, whole_call, with_history
+from mlx_ds4.generation import cache_of_mode, generate_step, token_limit, whole_call, with_history
 from mlx_ds4.model.dspark import Proposal
 from mlx_ds4.sampling import LogitsProcessor, Sampler, check_logits
 
@@ -76,6 +76,7 @@ def speculative_step(
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
     prompt_cache=None,
+    prefill_mode: str = "exact",
     num_draft_tokens: int | None = None,
     admission: Admission | None = None,
     reasoning: tuple[int, int] | None = None,
@@ -96,7 +97,7 @@ def speculative_step(
     """
     if num_draft_tokens is not None and (not isinstance(num_draft_tokens, int) or num_draft_tokens < 1):
         raise ValueError(f"num_draft_tokens is {num_draft_tokens!r}, but must be a positive integer.")
-    cache = model.make_cache() if prompt_cache is None else prompt_cache
+    cache = cache_of_mode(model, prompt_cache, prefill_mode)
     limit = token_limit(model, cache, prompt.size, max_tokens)
     run = _Run(model, drafter, cache, sampler, logits_processors or [])
     first = run.serial(prompt, min(limit, 1), logits_processors, **kwargs)
@@ -165,19 +166,17 @@ class _Run:
         self.model, self.drafter, self.cache = model, drafter, cache
         self.sampler, self.processors = sampler, processors
 
-    def make_cache(self):
-        return self.model.make_cache()
-
-    def __call__(self, tokens: mx.array, cache, last_only: bool = False) -> mx.array:
-        """The model as `generate_step` drives it, with the taps of every pass handed on."""
-        logits, taps = self.model.forward(tokens, cache, last_only=last_only)
-        self._guarded(self.drafter.observe, cache, taps)
+    def __call__(self, tokens: mx.array, cache, last_only: bool = False, **rows: int) -> mx.array:
+        """The model as `generate_step` drives it, with the taps of every pass that has some handed on."""
+        logits, taps = self.model.forward(tokens, cache, last_only=last_only, **rows)
+        if logits.shape[1]:
+            self._guarded(self.drafter.observe, cache, taps)
         return logits
 
     def serial(self, tokens, count, processors, **kwargs):
         return generate_step(
             tokens, self, max_tokens=count, sampler=self.sampler, logits_processors=processors,
-            prompt_cache=self.cache, **kwargs,
+            prompt_cache=self.cache, prefill_mode=self.cache.prefill_mode, **kwargs,
         )  # fmt: skip
 
     def propose(self, anchor: int) -> Proposal | None:

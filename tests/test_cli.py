@@ -83,6 +83,21 @@ def test_a_cuda_user_knows_why_nothing_happens_at_first(quick, monkeypatch):
     assert "compiles the kernels" in quick("--prompt-tokens", ids(9), "-m", "1")[2]
 
 
+def test_prefill_mode(quick, monkeypatch):
+    asked, run = [], generate.stream_generate
+
+    def noted(*arguments, **settings):
+        asked.append(settings["prefill_mode"])
+        return run(*arguments, **settings)
+
+    monkeypatch.setattr(generate, "stream_generate", noted)
+    given = ["--prompt-tokens", ids(20), "-m", "2", "--output", "tokens", "--verbose", "f"]
+    for flags in ([], ["--prefill-mode", "exact"], ["--prefill-mode", "replay"]):
+        code, out, _ = quick(*given, *flags)
+        assert code == 0 and len(out.split()) == 2
+    assert asked == ["exact", "exact", "replay"]
+
+
 def test_json(quick, tmp_path):
     file = tmp_path / "ids.txt"
     file.write_text(" ".join(map(str, A[:20])) + "\n")
@@ -179,6 +194,7 @@ def test_raw_prompt(asked, command, loaded, monkeypatch):
         (["-m", "-2"], "-2"),
         (["-m", "many"], "many"),
         (["--prefill-step-size", "0"], "--prefill-step-size"),
+        (["--prefill-mode", "fast"], "--prefill-mode"),
         (["--think-level", "101"], "1 to 100"),
         (["--think-level", "0"], "1 to 100"),
         (["--nothink", "--think-level", "5"], "--nothink"),

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         c = self._config
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
-        compresses = self.compressor.projections if "compressor" in self else []
+        compresses = self.compressor.projections if "compressor" in self and not step.published else []
         scores = "indexer" in self and self.indexer.scores_entries(step)
         low_rank, kv, *rest = apply_together(
             x, self.wq_a, self.wkv, *([self.indexer.weights_proj] if scores else []), *compresses
@@ -74,6 +74,10 @@ class Attention(nn.Module):
             for name, value in (("qr", qr), ("q", rope(q, *turn)), ("kv", newest), ("o", o)):
                 step.note(f"attn.{name}", value)
         return apply_and_expand(self.wo_a(o.reshape(B, L, -1)), self.wo_b, streams, **steps)
+
+    def publish(self, x: mx.array, step: Step, cache: LayerCache) -> None:
+        """Of an owner, only what it adds to the cache: compressed entries and index keys."""
+        self._compress(apply_together(x, *self.compressor.projections), step, cache)
 
     def _enter(
         self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache

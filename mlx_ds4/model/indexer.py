@@ -10,13 +10,11 @@ from mlx_ds4.custom_kernels._rows import Rows, SplitRows
 from mlx_ds4.custom_kernels.cache_entry import cache_entry
 from mlx_ds4.custom_kernels.index_score import index_scores
 from mlx_ds4.custom_kernels.topk import top_k, top_k_groups
+from mlx_ds4.memory import TILE_SCORES
 
 from .linear import Linear
 from .norm import RMSNorm
 from .step import Reach, Step
-
-# Scores held at a time: rows are taken in tiles, so memory does not grow with rows x context.
-_TILE_SCORES = 1 << 24
 
 
 class Indexer(nn.Module):
@@ -67,7 +65,7 @@ class Indexer(nn.Module):
         candidates = step.candidates if self._restricted else None
         size = c.candidate_block_size
         width = keys.shape[1] if candidates is None else candidates.shape[-1] * size
-        tile = max(1, _TILE_SCORES // (batch * width))
+        tile = max(1, TILE_SCORES // (batch * width))
         selections, blocks = [], []
         for start in range(0, step.length, tile):
             rows = slice(start, start + tile)

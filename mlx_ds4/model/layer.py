@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams
-from mlx_ds4.custom_kernels.hyper_connection import site
+from mlx_ds4.custom_kernels.hyper_connection import collapse_norm, site
 
 from .attention import Attention
 from .engram import Engram
@@ -55,6 +55,15 @@ class Layer(nn.Module):
         h, pre = self._ended("ffn", self.ffn(x, step, streams, **steps), step)
         step.note("h_out", h)
         return h, pre
+
+    def publish(
+        self, h: mx.array, pre: mx.array, step: Step, cache: LayerCache, records: mx.array | None = None
+    ) -> None:
+        """Of a KV owner, only what other positions and layers read of it: compressed entries and index keys. They need
+        the attention's input, and no mix (architecture notes 10.3)."""
+        if records is not None:
+            h = self.engram(h, records, step)
+        self.attn.publish(collapse_norm(h, pre, self.attn_norm.weight, self._config.rms_norm_eps), step, cache)
 
     def _site(self, name: str, h: mx.array, pre: mx.array, step: Step) -> tuple[mx.array, Streams, dict[str, float]]:
         """The sublayer's input, and the streams and settings with which its result expands."""

@@ -71,18 +71,30 @@ class Model(nn.Module):
         for index, layer in enumerate(self.layers):
             layer.tapped = index in layers
 
-    def make_cache(self) -> Cache:
-        """An empty cache for one batch of sequences."""
-        return Cache(self.config)
+    def make_cache(self, prefill_mode: str = "exact") -> Cache:
+        """An empty cache for one batch of sequences; with "replay" it also takes steps with `decoder_rows`."""
+        return Cache(self.config, prefill_mode)
 
-    def __call__(self, tokens: mx.array, cache: Cache | None = None, *, last_only: bool = False) -> mx.array:
+    def __call__(
+        self,
+        tokens: mx.array,
+        cache: Cache | None = None,
+        *,
+        last_only: bool = False,
+        decoder_rows: int | None = None,
+    ) -> mx.array:
         """Logits float32 [B, L, vocab] of tokens [B, L] behind what the cache holds; the cache advances by L.
 
         `last_only` computes the last row alone, [B, 1, vocab], as prefill needs it. Without a cache the sequence starts
         here. Any split of a sequence into calls gives the same logits. Raises ValueError for ids outside the
         vocabulary, an empty batch, or a sequence beyond `max_position_embeddings`.
+
+        `decoder_rows` r below L is the shortcut of prefill mode "replay", refused for caches of another: the decoder
+        layers (`config.first_decoder_layer` and those behind it) run over the last r rows only, [B, r, vocab], and
+        their windows begin there. All rows go through the layers before, and into the compressed rows of the
+        first decoder layer. A step of all its rows continues the windows as they are.
         """
-        return self.forward(tokens, cache, last_only=last_only)[0]
+        return self.forward(tokens, cache, last_only=last_only, decoder_rows=decoder_rows)[0]
 
     def trace(self, tokens: mx.array, cache: Cache | None = None) -> dict[str, mx.array]:
         """Every noted intermediate array of one pass: `L3.attn.q`, `L3.h_out`, .., and `logits`."""
@@ -96,21 +108,31 @@ class Model(nn.Module):
         cache: Cache | None = None,
         *,
         last_only: bool = False,
+        decoder_rows: int | None = None,
         trace: dict[str, mx.array] | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each tapped layer."""
-        cache = self.make_cache() if cache is None else cache
+        """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each tapped layer.
+
+        With `decoder_rows` the taps have these rows; without a row there are no taps.
+        """
+        if cache is None:
+            cache = self.make_cache("exact" if decoder_rows is None else "replay")
         length = self._check_size(tokens, cache)
+        rows = _checked_rows(decoder_rows, length, cache)
+        cut = rows < length or cache.decoder_start > max(0, cache.offset - self.config.sliding_window + 1)
         cache.begin(*tokens.shape)
-        if trace is None and length <= REWIND and self._compiles():
+        if trace is None and length <= REWIND and not cut and self._compiles():
             return self._steps(tokens, cache, last_only)
         ids = self.checked_ids(tokens)
         step = Step(self.config, cache.offset, length, trace)
         h, pre = self.start(tokens)
         mapped, records = self.fetch(ids, cache)
-        h, pre = self.run_layers(0, len(self.layers), h, pre, step, cache, records)
-        cache.advance(length, mapped)
-        return self.logits(h, pre, last_only), step.taps
+        if cut:
+            h, pre, taps = self._run_cut(h, pre, step, cache, records, rows)
+        else:
+            (h, pre), taps = self.run_layers(0, len(self.layers), h, pre, step, cache, records), step.taps
+        cache.advance(length, mapped, rows)
+        return self.logits(h, pre, last_only), taps
 
     def start(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """The streams [B, L, M, C] that the first layer takes, and the coefficients [B, L, M] that collapse them."""
@@ -140,10 +162,30 @@ class Model(nn.Module):
                 before = h
         return h, pre
 
+    def _run_cut(
+        self, h: mx.array, pre: mx.array, step: Step, cache: Cache, records: dict[int, mx.array], rows: int
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """All layers, those of the decoder over the last `rows` alone; the streams and taps of these rows."""
+        first, skipped = self.config.first_decoder_layer, step.length - rows
+        h, pre = self.run_layers(0, first, h, pre, step, cache, records)
+        step.layer = first
+        self.layers[first].publish(h, pre, step, cache[first], records.get(first))
+        if step.length >= _EAGER_ROWS:
+            mx.eval(cache[first].state)
+        h, pre = h[:, skipped:], pre[:, skipped:]
+        if rows == 0:
+            return h, pre, []
+        tail = step.tail(rows, seen_from=cache.decoder_start if skipped == 0 else step.start + skipped)
+        tail_records = {layer: table[:, skipped:] for layer, table in records.items()}
+        h, pre = self.run_layers(first, len(self.layers), h, pre, tail, cache, tail_records)
+        return h, pre, [tap[:, skipped:] for tap in step.taps] + tail.taps
+
     def logits(self, h: mx.array, pre: mx.array, last_only: bool) -> mx.array:
         """Logits float32 from the streams behind the last layer."""
         if last_only:
             h, pre = h[:, -1:], pre[:, -1:]
+        if h.size == 0:
+            return mx.zeros((*h.shape[:2], self.config.vocab_size))
         return self.head(collapse_norm(h, pre, self.norm.weight, self.norm.eps))
 
     def _compiles(self) -> bool:
@@ -183,3 +225,17 @@ class Model(nn.Module):
         for layer, (hashing, table) in self._engram.items():
             out[layer] = mx.array(table.rows(hashing.row_numbers(ids, mapped.shape[1])))
         return mapped, out
+
+
+def _checked_rows(decoder_rows: int | None, length: int, cache: Cache) -> int:
+    """How many of a step's last rows run through the decoder layers."""
+    if decoder_rows is None:
+        return length
+    if not 0 <= decoder_rows <= length:
+        raise ValueError(f"decoder_rows is {decoder_rows}, expected 0 to the step's {length} rows")
+    if decoder_rows < length and cache.prefill_mode != "replay":
+        raise ValueError(
+            f"decoder_rows is {decoder_rows} of {length}, but the cache holds {cache.prefill_mode} state: "
+            "make one with make_cache('replay')"
+        )
+    return decoder_rows

@@ -61,13 +61,22 @@ class Step:
     Layers publish here what later layers of the SAME pass read: the top-k list (`selection`), the candidate blocks
     (`candidates`) and the owner of the compressed rows (`source`). With a `trace` dict every module notes
     its intermediate arrays under `L<layer>.<name>`. What follows from the positions comes as arrays made on the host
-    when first asked for, so that a compiled graph can take them as inputs.
+    when first asked for, so that a compiled graph can take them as inputs. Windows begin at position `seen_from` at
+    the earliest.
     """
 
-    def __init__(self, config: ModelConfig, start: int, length: int, trace: dict[str, mx.array] | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        start: int,
+        length: int,
+        trace: dict[str, mx.array] | None = None,
+        seen_from: int = 0,
+    ):
         self._set(config, StepShape.of(config, start, length), {}, trace)
         self.start = start
         self.positions = np.arange(start, start + length)
+        self._seen_from = seen_from
 
     @classmethod
     def traced(cls, config: ModelConfig, shape: StepShape, arrays: dict[str, mx.array]) -> Step:
@@ -75,6 +84,14 @@ class Step:
         step = cls.__new__(cls)
         step._set(config, shape, arrays, None)
         return step
+
+    def tail(self, rows: int, seen_from: int) -> Step:
+        """The pass of the decoder layers over the last `rows` positions, when the KV owner has published for all."""
+        tail = Step(self.config, self.start + self.length - rows, rows, self._trace, seen_from)
+        tail.source, tail.published = self.source, True
+        if self.candidates is not None:
+            tail.candidates = self.candidates[:, self.length - rows :]
+        return tail
 
     def _set(
         self, config: ModelConfig, shape: StepShape, arrays: dict[str, mx.array], trace: dict[str, mx.array] | None
@@ -85,6 +102,7 @@ class Step:
         self.selection: mx.array | None = None  # int32 [B, L, k], ascending, -1 = none
         self.candidates: mx.array | None = None  # int32 [B, L, blocks], ascending, -1 = none
         self.source: LayerCache | None = None
+        self.published = False  # whether the owner has already added its entries: `Layer.publish`
         self.taps: list[mx.array] = []
         self.layer = 0
         self._trace = trace
@@ -146,13 +164,13 @@ class Step:
         """Rows that each position sees in what its layer keeps of the last ones, int32 [L, W]: slots of the ring in a
         short step, rows of `LayerCache.extend` in a long one.
 
-        Oldest first, padded with -1: a row at position p sees max(0, p - W + 1) .. p.
+        Oldest first, padded with -1: a row at position p sees max(`seen_from`, p - W + 1) .. p.
         """
         return self._array("window", self._window_list)
 
     def _window_list(self) -> mx.array:
         width = self.config.sliding_window
-        seen = np.maximum(self.positions - width + 1, 0)[:, None] + np.arange(width)
+        seen = np.maximum(self.positions - width + 1, self._seen_from)[:, None] + np.arange(width)
         rows = seen % (width + REWIND) if self.short else seen - max(0, self.start - (width - 1))
         return mx.array(np.where(seen <= self.positions[:, None], rows, -1).astype(np.int32))
 

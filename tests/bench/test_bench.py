@@ -68,6 +68,19 @@ def test_plot_is_well_formed_and_inside_its_frame():
         assert "not measured" in to_svg({}, few) or few == records[:1]
 
 
+def test_prefill_mode(command, monkeypatch):
+    caches = []
+    prefill = bench.prefill_seconds
+    monkeypatch.setattr(
+        bench, "prefill_seconds", lambda m, cache, *a, **k: caches.append(cache) or prefill(m, cache, *a, **k)
+    )
+    for mode in ("exact", "replay"):
+        code, out, _ = command("--frontiers", "20,60", "--steps", "1", "--prefill-mode", mode)
+        assert code == 0 and [json.loads(line)["prefill_mode"] for line in out.splitlines()] == [mode] * 2
+    # The window of the package's model is 8.
+    assert [(c.prefill_mode, c.decoder_start) for c in caches[1::2]] == [("exact", 0), ("replay", 52)]
+
+
 def test_random_state_and_engram(command):
     code, out, _ = command(
         "--synthetic", "tiny", "--engram", "--fill", "random", "--frontiers", "100,9000", "--steps", "1",
@@ -119,6 +132,8 @@ def test_a_failure_keeps_what_was_measured(command, tmp_path, monkeypatch):
         (["--rows", "0"], "from 1 to 8"),
         (["--steps", "0"], "--steps"),
         (["--prefill-step-size", "0"], "--prefill-step-size"),
+        (["--prefill-mode", "fast"], "--prefill-mode"),
+        (["--prefill-mode", "replay", "--fill", "random"], "leave one out"),
         (["--layers", "3"], "needs --synthetic"),
         (["--engram"], "needs --synthetic"),
         (["--synthetic", "tiny", "--model", "x"], "choose one"),

@@ -24,7 +24,11 @@ class FakeLayer:
 
 
 class FakeCache:
-    def __init__(self):
+    """State of prefill mode "exact"; these models have no decoder layers to cut off."""
+
+    def __init__(self, prefill_mode="exact"):
+        assert prefill_mode == "exact"
+        self.prefill_mode = prefill_mode
         self.layers = [FakeLayer(), FakeLayer()]
         self.offset = 0
         self.rewindable = 0
@@ -40,6 +44,9 @@ class FakeCache:
         for layer in self.layers:
             layer.rows = layer.rows[: self.offset + 1]
         return count
+
+    def missing_rows(self, kept, count):
+        return 0
 
     def copy(self):
         other = copy.copy(self)
@@ -62,8 +69,8 @@ class FakeModel:
         self.between_layers = lambda: None
         self.fed = 0
 
-    def make_cache(self):
-        return FakeCache()
+    def make_cache(self, prefill_mode="exact"):
+        return FakeCache(prefill_mode)
 
     def __call__(self, tokens, cache=None, last_only=False):
         cache = self.make_cache() if cache is None else cache

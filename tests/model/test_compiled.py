@@ -150,3 +150,21 @@ def test_compiled_on_the_cpu(nano_k, monkeypatch):
             logits = nano_k(mx.array([[tokens[on][-1]]]), cache)
     assert tokens[True] == tokens[False]
     assert len(nano_k._steps._graphs) >= 4
+
+
+def test_a_replayed_prompt_decodes_in_graphs(traced, sequence, monkeypatch):
+    """A step that may see beyond where the decoder's windows begin, after a rewind, is not a graph's; others are."""
+    model, shapes = traced
+    cache = model.make_cache("replay")
+    model(mx.array([sequence[:33]]), cache, decoder_rows=16)
+    cache.trim(2)  # position 31 sees 16 rows, 17 and on are there
+    twin = cache.copy()
+    for count in (1, 1, 4):
+        tokens = mx.array([sequence[cache.offset : cache.offset + count]])
+        before = len(shapes)
+        got = model(tokens, cache)
+        assert (len(shapes) > before) == (cache.offset > 32)
+        monkeypatch.setattr(model, "compiled", False)
+        np.testing.assert_array_equal(np.array(got), np.array(model(tokens, twin)))
+        monkeypatch.setattr(model, "compiled", True)
+    assert_same_state(cache, twin)

@@ -25,7 +25,7 @@ def peak_of(run) -> int:
 
 def test_selection_of_many_rows_over_a_long_context(nano, monkeypatch):
     """Four times the keys and twice the rows: the same peak, not eight times as much."""
-    monkeypatch.setattr(indexer_module, "_TILE_SCORES", 1 << 16)
+    monkeypatch.setattr(indexer_module, "TILE_SCORES", 1 << 16)
     monkeypatch.setattr(index_score, "_TILE_ELEMENTS", 1 << 16)
     config = nano.config
     indexer = nano.layers[config.candidate_source_layer_id].attn.indexer

@@ -134,7 +134,7 @@ def test_tiles_change_nothing(nano, sequence, whole, monkeypatch):
     from mlx_ds4.model import indexer
 
     monkeypatch.setattr(sparse_attention, "_ROWS", 5)
-    monkeypatch.setattr(indexer, "_TILE_SCORES", 200)
+    monkeypatch.setattr(indexer, "TILE_SCORES", 200)
     monkeypatch.setattr(index_score, "_TILE_ELEMENTS", 64)
     np.testing.assert_array_equal(np.array(run(nano, sequence, [len(sequence)])[0]), np.array(whole[0]))
 

@@ -160,3 +160,20 @@ def test_the_command(capsys):
     assert "--num-draft-tokens needs --dspark" in capsys.readouterr().err
     assert generate.main(["--dspark", "--prompt", "x"]) == 2
     assert "expected one drafter beside the model, found none" in capsys.readouterr().err
+
+
+def test_drafts_behind_a_replayed_prompt(nano, drafter):
+    """The drafter gets the taps of the replayed rows, a window of them, whatever the chunks; the text stays."""
+    prompt = mx.array(manifest("nano")["sequences"]["A"][:40])
+    want = [token for token, _ in generate_step(prompt, nano, max_tokens=6, prefill_mode="replay")]
+    rings = []
+    for step in (40, 13):
+        cache = nano.make_cache("replay")
+        steps = speculative_step(prompt, nano, drafter, max_tokens=6, prompt_cache=cache, prefill_mode="replay",
+            admission=Always(), prefill_step_size=step)  # fmt: skip
+        got = [next(steps)[0]]
+        assert cache.rings.offset == 40 and cache.rings.taps.shape[0] == nano.config.replay_rows
+        rings.append(cache.rings.taps)
+        assert got + [token for token, *_ in steps] == want
+    assert mx.array_equal(*rings)
+    assert drafter.failure is None
