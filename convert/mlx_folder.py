@@ -116,10 +116,10 @@ def convert_to_folder(
     `draft_model`, a DSpark GGUF or an official folder, gives the folder its drafter; without it that of an official
     source comes along. `load_drafter(model, folder)` gives the same drafts and confidences.
 
-    Memory holds up to four pieces of 16 MiB (or one expert) and small tensors. Every file takes its name when it is
-    complete and on the disk, and `config.json` comes last. `resume` goes on with a conversion that was cut short
-    (and begins one where there is none), `overwrite` starts again; without either a folder that is not empty is
-    refused. `progress(done, total, name)` is called with bytes to write.
+    Memory holds up to four pieces of 1 MiB (one row, if a row is longer; with `quantize` one expert) and small
+    tensors. Every file takes its name when it is complete and on the disk, and `config.json` comes last. `resume`
+    goes on with a conversion that was cut short (and begins one where there is none), `overwrite` starts again;
+    without either a folder that is not empty is refused. `progress(done, total, name)` is called with bytes to write.
 
     Raises ValueError for sources as `open_source` and `open_drafter` do, for too little free space, a folder that is
     in use or holds other things, and a source that changed since the conversion began. A complete file is never

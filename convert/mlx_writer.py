@@ -18,21 +18,26 @@ from .mlx_plan import Item, OutFile, Slot
 
 _WORKERS = min(4, os.cpu_count() or 1)
 _WRITE_BYTES = 1 << 30  # the system calls stop a little below 2 GiB
-_READ_BYTES = 16 << 20
+_READ_BYTES = 1 << 20
 
 
 class ArrayWriter:
-    """Places the rows of one array into an open file and hashes them in order."""
+    """Places the rows of one array into an open file and hashes them in order.
 
-    def __init__(self, descriptor: int, slot: Slot, nbytes: int):
-        self._descriptor, self._slot, self._nbytes = descriptor, slot, nbytes
+    Writers of one file share the lock `turn`: the system lets one write at a time anyway, and who waits here leaves
+    the processor to others.
+    """
+
+    def __init__(self, descriptor: int, slot: Slot, nbytes: int, turn: threading.Lock):
+        self._descriptor, self._slot, self._nbytes, self._turn = descriptor, slot, nbytes, turn
         self.position, self._digest = 0, hashlib.sha256()
 
     def add(self, rows: np.ndarray) -> None:
         data = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
         for offset, start, stop in self._slot.places(self.position, len(data)):
             while start < stop:
-                written = os.pwrite(self._descriptor, data[start : min(stop, start + _WRITE_BYTES)], offset)
+                with self._turn:
+                    written = os.pwrite(self._descriptor, data[start : min(stop, start + _WRITE_BYTES)], offset)
                 start, offset = start + written, offset + written
         self._digest.update(data)
         self.position += len(data)
@@ -51,11 +56,12 @@ def write_file(folder: Path, out: OutFile, progress: Callable[[int, str], None])
     complete and on the disk. `progress(bytes, name)` is called after each piece, one call at a time. Errors are
     the source's, and OSError (a full disk).
     """
-    lock, stop = threading.Lock(), threading.Event()
+    lock, turn, stop = threading.Lock(), threading.Lock(), threading.Event()
 
     def write(item: Item, descriptor: int) -> dict[str, str]:
         arrays = {
-            plane: ArrayWriter(descriptor, out.slots[array.name], array.nbytes) for plane, array in item.arrays.items()
+            plane: ArrayWriter(descriptor, out.slots[array.name], array.nbytes, turn)
+            for plane, array in item.arrays.items()
         }
         for piece in item.pieces():
             if stop.is_set():

@@ -36,7 +36,7 @@ from mlx_ds4.model.engram import EngramHash, engram_constants
 from mlx_ds4.model.linear import BlockWeight
 from mlx_ds4.tokenizer import Tokenizer
 
-_PIECE = 16 << 20  # bytes brought in at a time
+_PIECE = 1 << 20  # bytes brought in at a time: what is read is still in the processor's cache when it is passed on
 _MAX_CONFIG = 16 << 20
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # The small files of a release folder that a model needs besides its shards.
@@ -201,15 +201,15 @@ class OfficialSource:
     def pieces(self, weight: Weight) -> Iterator[dict[str, np.ndarray]]:
         """Rows of a weight in order, plane -> [n, width], float and table rows as plane ""; scales are checked.
 
-        The scales of an FP8 matrix come in one piece, behind its codes.
+        The scales of an FP8 matrix and of each FP4 expert come in one piece, behind its codes.
         """
         if weight.storage == "ROWS":
             yield from self._records(weight)
         elif weight.storage == "FP4":
-            _, rows, columns = weight.shape
             for name in checkpoint.official_names(weight):
-                codes = self.folder.read(name).reshape(rows, columns // 2)
-                yield {"codes": codes, "scales": self._scales(name, weight)}
+                for raw in self._rows(name, weight.shape[-1] // 2):
+                    yield {"codes": raw}
+                yield {"scales": self._scales(name, weight)}
         elif weight.storage == "FP8":
             for raw in self._rows(weight.name, weight.shape[-1]):
                 if ((raw & 127) == 127).any():

@@ -133,6 +133,30 @@ def test_mlx_decodes_the_planes_of_a_release(tmp_path):
     assert seen == {"mxfp4", "mxfp8"}
 
 
+def bytes_read() -> int:
+    """Bytes that this process has read from files so far."""
+    if not Path("/proc/self/io").is_file():
+        pytest.skip("what a process reads is counted in /proc/self/io, which only Linux has")
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("name", ["nano_k", "q4", "tiny"])
+def test_a_folder_is_opened_without_reading_its_weights(tmp_path, sources, name):
+    """A GGUF or a release is read and rearranged while it loads; here nothing is, and then each weight once."""
+    path, folder = sources(name), tmp_path / "out"
+    convert_to_folder(path, folder)
+    weights, start = describe(path).weight_bytes, bytes_read()
+    model, _ = load(path)
+    assert bytes_read() - start > weights
+    mx.eval(model(IDS))  # Python reads its own modules when they are first used
+    start = bytes_read()
+    model, _ = load(folder)
+    opened = bytes_read() - start
+    mx.eval(model(IDS))
+    assert opened < 0.1 * weights, (opened, weights)
+    assert 0.9 * weights < bytes_read() - start < 1.2 * weights
+
+
 def test_arrays_come_lazily(tmp_path):
     convert_to_folder(NANO_K, tmp_path / "out")
     before = mx.get_active_memory()
