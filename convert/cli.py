@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from .to_gguf import official_to_gguf
 from .verify import verify_folder
 
 PROGRAM = "mlx_ds4.convert"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,13 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError("--q-mode, --q-bits and --q-group-size need -q: without it values are kept as they are")
         return _to_gguf(args) if args.to == "gguf" else _to_folder(args)
     except KeyboardInterrupt:
-        hint = "" if args.to == "gguf" else "; --resume goes on"
-        return _complain(f"interrupted{hint}", 130)
+        return _complain(f"interrupted{_again(args)}", 130)
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{name}{error.strerror or error}", 2)
+        full = f": make room{_again(args)}" if error.errno in _FULL else ""
+        return _complain(f"{error.filename or args.mlx_path}: {error.strerror or error}{full}", 2)
     except ValueError as error:
         return _complain(str(error), 2)
+
+
+def _again(args: argparse.Namespace) -> str:
+    return "" if args.to == "gguf" else "; --resume goes on"
 
 
 def _complain(text: str, code: int) -> int:

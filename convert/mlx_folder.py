@@ -144,7 +144,7 @@ def convert_to_folder(
             clone_files(files_to_clone(source), folder)
         except ValueError:
             if not done:
-                (folder / JOURNAL).unlink()
+                _remove(folder, (*_OURS, JOURNAL))  # the clones of other files
             raise
     written = sum(file.size for file in plan.files if file.name in done)
     for file in plan.files:
@@ -235,7 +235,8 @@ def _resume(folder: Path, plan: FolderPlan, job: dict[str, Any]) -> dict[str, di
     for file in plan.files[: len(done)][-1:]:  # the one that a crash could have hurt
         if file_checksums(folder / file.name, file) != done[file.name]:
             raise ValueError(f"{folder / file.name}: does not have its checksum any more: start again with --overwrite")
-    _remove(folder, _PARTIAL)
+    # With nothing done, --overwrite may have been cut short: what is there can be from the conversion before.
+    _remove(folder, _PARTIAL if done else (*_PARTIAL, *_OURS))
     return done
 
 

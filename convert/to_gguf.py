@@ -39,10 +39,9 @@ def official_to_gguf(
 
     FP4 experts become MXFP4 with the same bits; other types are encoded from the exact values, K-quants
     and IQ2_XXS with the column importance of the file `imatrix`, or each matrix's column energy where it says
-    nothing. Memory: one expert, or 8 M weights of
-    another tensor, at a time. ValueError (as `open_source`) for a folder that is not a complete release,
-    for widths the recipe cannot hold, values that do not fit their type, or a full disk; nothing is left
-    under `path` then.
+    nothing. Memory: one expert, or 8 M weights of another tensor, at a time. ValueError (as `open_source`) for a
+    folder that is not a complete release, for widths the recipe cannot hold, values that are NaN or infinite or do
+    not fit their type, or too little free space; nothing is left under `path` then.
     """
     chosen, path = RECIPES[recipe], Path(path)
     importance = read_imatrix(imatrix) if imatrix is not None else {}
@@ -66,23 +65,26 @@ def official_to_gguf(
         records.append(("quantize.imatrix.file", "string", Path(imatrix).name))
     tensors = [
         GGUFTensor(
-            w.gguf, gguf_shape(w), chosen.type_of(w), pieces(source.folder, w, chosen, importance.get(w.gguf))
+            w.gguf, gguf_shape(w), chosen.type_of(w),
+            _table(source, w) if w.storage == "ROWS" else pieces(source.folder, w, chosen, importance.get(w.gguf)),
         )
         for w in weights
     ]  # fmt: skip
     write_gguf(path, records, tensors, alignment=alignment, progress=progress)
 
 
+def _table(source: OfficialSource, weight: Weight) -> Callable[[], Iterator[np.ndarray]]:
+    return lambda: (piece[""] for piece in source.pieces(weight))
+
+
 def pieces(
     folder: SafetensorsFolder, weight: Weight, recipe: Recipe, importance: np.ndarray | None
 ) -> Callable[[], Iterator[np.ndarray]]:
-    """What makes a tensor of a GGUF from the folder: a function that yields its bytes by rows."""
+    """What makes a tensor of a GGUF, no Engram table, from the folder: a function that yields its bytes by rows."""
     kind = recipe.type_of(weight)
 
     def produce() -> Iterator[np.ndarray]:
-        if weight.storage == "ROWS":
-            yield from _table_rows(folder, weight)
-        elif weight.storage == "FP4" and kind == "MXFP4":
+        if weight.storage == "FP4" and kind == "MXFP4":
             for codes, scales in _packed_experts(folder, weight):
                 yield join_rows("MXFP4", {"codes": codes, "scales": scales})
         else:
@@ -135,17 +137,3 @@ def _packed_experts(folder: SafetensorsFolder, weight: Weight) -> Iterator[tuple
         if (scales == 255).any():
             raise ValueError(f"{name}: a scale is NaN: the file is damaged, download it again")
         yield folder.read(name).reshape(rows, columns // 2), scales
-
-
-def _table_rows(folder: SafetensorsFolder, weight: Weight) -> Iterator[np.ndarray]:
-    rows, columns = weight.shape
-    scales, step = columns // TILE, max(1, _PIECE_WEIGHTS // columns)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        yield np.concatenate(
-            [
-                folder.read(weight.name, start * columns, stop * columns).reshape(-1, columns),
-                folder.read(scale_name(weight.name), start * scales, stop * scales).reshape(-1, scales),
-            ],
-            axis=1,
-        )

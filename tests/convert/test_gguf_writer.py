@@ -38,7 +38,7 @@ def test_the_gguf_package_reads_what_was_written(tmp_path, alignment):
     seen = []
     records = [*RECORDS, ("general.alignment", "u32", alignment)]
     write_gguf(path, records, tensors, alignment=alignment, progress=lambda *call: seen.append(call))
-    assert seen == [(768, 1080, "floats"), (808, 1080, "hole"), (1080, 1080, "blocks")]
+    assert seen == [(384, 1080, "floats"), (768, 1080, "floats"), (1080, 1080, "blocks")]
     assert os.listdir(tmp_path) == ["x.gguf"]
     reader = gguf.GGUFReader(path)
     for key, kind, value in records:

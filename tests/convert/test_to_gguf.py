@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_ds4.checkpoint import CheckpointError, gguf_shape, model_weights
+from mlx_ds4.convert.cli import main
 from mlx_ds4.convert.drafter_to_gguf import drafter_to_gguf
 from mlx_ds4.convert.gguf_writer import GGUFTensor, write_gguf
 from mlx_ds4.convert.imatrix import read_imatrix, write_imatrix
@@ -156,6 +158,29 @@ def test_f16_refuses_what_a_half_cannot_hold(tmp_path):
         official_to_gguf(folder, tmp_path / "out.gguf", "f16")
     assert os.listdir(tmp_path) == ["model"]
     official_to_gguf(folder, tmp_path / "out.gguf", "f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("layers.0.attn.wkv.weight", 0, 127),
+        ("layers.0.attn.wkv.scale", 0, 255),
+        ("layers.1.ffn.experts.2.w3.scale", 5, 255),
+        ("layers.0.attn_norm.weight", 1, 127),  # with its low byte 0x80 or more an infinity or NaN
+        ("layers.1.engram.embed.weight", 7, 127),
+        ("layers.1.engram.embed.scale", 3, 255),
+    ],
+)
+def test_values_that_are_not_finite(tmp_path, capsys, name, index, value):
+    folder = Path(shutil.copytree(NANO, tmp_path / "model"))
+    patch_byte(folder, name, value, index)
+    if name.endswith("norm.weight"):
+        patch_byte(folder, name, 128, index - 1)
+    args = ["--hf-path", str(folder), "--mlx-path", str(tmp_path / "x.gguf"), "--to", "gguf", "--recipe", "mxfp4"]
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    where = name.removesuffix(".weight").removesuffix(".scale")
+    assert where in error and "NaN" in error and error.count("\n") == 1 and os.listdir(tmp_path) == ["model"]
 
 
 def test_the_drafter_of_a_folder_as_a_file(tmp_path):
