@@ -20,7 +20,7 @@ from .linear import BlockWeight, Linear
 from .norm import RMSNorm
 from .step import Step
 
-# From this many new rows on, layers are evaluated one by one, so that no more than two layers' arrays live at a time.
+# From this many new rows on, layers are evaluated one by one, so that only one layer's arrays live at a time.
 _EAGER_ROWS = 32
 
 
@@ -151,15 +151,11 @@ class Model(nn.Module):
         records: dict[int, mx.array],
     ) -> tuple[mx.array, mx.array]:
         """Layers first .. end - 1; `records` hold the table rows of Engram layers."""
-        before = None
         for index in range(first, end):
             step.layer = index
             h, pre = self.layers[index](h, pre, step, caches[index], records.get(index))
             if step.length >= _EAGER_ROWS:
-                mx.async_eval(h, pre, caches[index].state)  # while the device works, the host builds the next layer
-                if before is not None:
-                    mx.eval(before)
-                before = h
+                mx.eval(h, pre, caches[index].state)
         return h, pre
 
     def _run_cut(
