@@ -73,17 +73,26 @@ def test_threads_share_a_table(sources):
 
 
 def test_damaged_rows_are_refused_when_read(tmp_path):
-    folder = tmp_path / "model"
+    folder, gguf = tmp_path / "model", tmp_path / "x.gguf"
     shutil.copytree(NANO, folder)
+    official_to_gguf(folder, gguf, "f32")
     patch_byte(folder, "layers.1.engram.embed.weight", 0xFF, index=5 * 32 + 3)
     patch_byte(folder, "layers.4.engram.embed.scale", 255, index=9)
-    official_to_gguf(folder, tmp_path / "x.gguf", "f32")
-    for source in (open_source(folder), open_source(tmp_path / "x.gguf")):
+    tables = [w for w in model_weights(open_source(gguf).config) if w.storage == "ROWS"]
+    damage = ((tables[0], 5, 3, 0xFF), (tables[1], 9, 32, 255))  # a code of row 5, the scale of row 9
+    for weight, row, byte, value in damage:
+        (span,) = open_source(gguf).table_spans(weight)
+        with open(gguf, "r+b") as file:
+            file.seek(span.offset + row * span.width + byte)
+            file.write(bytes([value]))
+    for source in (open_source(folder), open_source(gguf)):
         first, second = source.engram(source.tokenizer())[2]
         for table, row in ((first, 5), (second, 9)):
             table.rows(np.array([row - 1, row + 1]))
             with pytest.raises(FormatError, match=f"row {row} holds a NaN"):
                 table.rows(np.array([row - 1, row, row + 1]))
+    with pytest.raises(FormatError, match="NaN"):
+        official_to_gguf(folder, tmp_path / "y.gguf", "f32")
 
 
 def test_rows_behind_many_gibibytes(tmp_path):
