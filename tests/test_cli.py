@@ -350,7 +350,11 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def example(name: str):
+    return pytest.param(name, marks=[pytest.mark.slow] if name == "ablations" else [])
+
+
+@pytest.mark.parametrize("name", [example(path.stem) for path in sorted((ROOT / "examples").glob("*.py"))])
 def test_examples_run(name, tmp_path):
     arguments = [str(tmp_path) if a == "DIR" else a for a in EXAMPLES.get(name, [])]
     done = subprocess.run(

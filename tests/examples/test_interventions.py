@@ -77,6 +77,7 @@ def test_the_tables(system):
     assert all(1 <= float(line.split("|")[2]) <= 6 for line in lines[2:])
 
 
+@pytest.mark.slow
 def test_the_page_without_and_with_a_drafter(capsys):
     """A model without a drafter beside it has the first table alone; a named one that is not there ends the command."""
     sizes = ["--tokens", "24", "--sequence-length", "24", "--prompts", "1", "--continue", "2"]

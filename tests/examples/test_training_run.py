@@ -110,6 +110,7 @@ def test_a_resumed_run_is_the_same_run(data, run, tmp_path, monkeypatch):
         assert all(mx.abs(whole[name] - resumed[name]).max().item() <= 5e-7 for name in whole)
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_time(data, tmp_path):
     options = dataclasses.replace(OPTIONS, steps=None, minutes=6 / 60)
     training.train(data, tmp_path, options)
