@@ -12,8 +12,9 @@ import argparse
 import json
 
 import mlx.core as mx
-from quant_matmul import copy_rate, device, nbytes, random_planes, rows_of, seconds
+from quant_matmul import copy_rate, device, nbytes, rows_of, seconds
 
+from mlx_ds4.custom_kernels._random_planes import device_planes
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu
 from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu_ref
 from mlx_ds4.formats.planes import dequantize
@@ -51,8 +52,8 @@ def relative(got, want):
 
 def check(gu: str, dn: str) -> None:
     E, F, C, slots = 8, 256, 512, 6
-    gate, up = ((gu, random_planes(gu, (E, F, C), s)) for s in (1, 2))
-    down = (dn, random_planes(dn, (E, C, F), 3))
+    gate, up = ((gu, device_planes(s, gu, E, F, C)) for s in (1, 2))
+    down = (dn, device_planes(3, dn, E, C, F))
     for rows in (1, 6, 40):
         x = mx.random.normal((rows, C), key=mx.random.key(9)).astype(mx.bfloat16) * 4
         chosen, weights = routed(rows, E, slots, rows)
@@ -72,8 +73,8 @@ def check(gu: str, dn: str) -> None:
 
 def time_recipe(gu: str, dn: str, copy: float, peers: dict) -> None:
     E, F, C, slots = 384, 2304, 5120, 6
-    gate, up = ((gu, random_planes(gu, (E, F, C), s)) for s in (1, 2))
-    down = (dn, random_planes(dn, (E, C, F), 3))
+    gate, up = ((gu, device_planes(s, gu, E, F, C)) for s in (1, 2))
+    down = (dn, device_planes(3, dn, E, C, F))
     expert_bytes = sum(nbytes(p) for _, p in (gate, up, down)) / E
     for rows in (1, 6, 2048):
         few = rows < 100

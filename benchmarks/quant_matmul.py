@@ -18,32 +18,15 @@ import time
 import mlx.core as mx
 
 from mlx_ds4.custom_kernels import _quant_cuda
+from mlx_ds4.custom_kernels._random_planes import BYTES, device_planes
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul
-from mlx_ds4.formats.folder_layout import stored_arrays
 from mlx_ds4.formats.planes import dequantize
 
-BLOCKS = {"Q8_0": (32, 34), "Q4_K": (256, 144), "Q2_K": (256, 84), "IQ2_XXS": (256, 66), "MXFP4": (32, 17)}
+FORMATS = ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4")
 SHAPES = [
     (32768, 1280), (5120, 8192), (129280, 5120), (25600, 6144), (1280, 5120), (512, 5120), (2304, 5120), (5120, 2304),
 ]  # fmt: skip
 LAUNCHES = 120
-
-
-def random_planes(name: str, shape: tuple[int, ...], seed: int) -> dict[str, mx.array]:
-    """Planes of random codes with scales near 0.01: made on the device, any leading axes."""
-    planes = {}
-    for number, (plane, array) in enumerate(stored_arrays("", name, shape).items()):
-        if array.dtype == "F16":  # of a pair the scale and the offset
-            values = mx.array([0.01, 0.02 if plane == "supers" else 0.01], dtype=mx.float16)
-            planes[plane] = mx.tile(values, (*array.shape[:-1], -(-array.shape[-1] // 2)))[..., : array.shape[-1]]
-            continue
-        low, high = (118, 123) if (name, plane) == ("MXFP4", "scales") else (0, 256)
-        size = 4 if array.dtype == "U32" else 1
-        bytes_of = (*array.shape[:-1], array.shape[-1] * size)
-        drawn = mx.random.randint(low, high, bytes_of, dtype=mx.uint8, key=mx.random.key(3 * seed + number))
-        planes[plane] = drawn.view({"I8": mx.int8, "U32": mx.uint32, "U8": mx.uint8}[array.dtype])
-    mx.eval(planes)
-    return planes
 
 
 def seconds(fn, xs: list, weights: list, repeat: int = 7) -> float:
@@ -86,7 +69,7 @@ def worst(got: mx.array, want: mx.array) -> float:
 def check(name: str) -> None:
     """Every row count against the float32 product of the dequantized weight; rows equal bits whatever rides along."""
     for N, K in ((33, 5120), (1280, 5120)):
-        planes = random_planes(name, (N, K), 1)
+        planes = device_planes(1, name, N, K)
         weight = dequantize(name, planes)
         x = mx.random.normal((70, K), key=mx.random.key(2)).astype(mx.bfloat16)
         with mx.stream(mx.cpu):
@@ -102,8 +85,8 @@ def check(name: str) -> None:
 
 def dense_case(name, shape, rows, copy):
     N, K = shape
-    size = N * K * BLOCKS[name][1] // BLOCKS[name][0]
-    sets = [random_planes(name, shape, seed) for seed in range(max(2, min(6, 400_000_000 // size)))]
+    size = int(N * K * BYTES[name])
+    sets = [device_planes(seed, name, *shape) for seed in range(max(2, min(6, 400_000_000 // size)))]
     xs = rows_of(rows, K)
     ours = seconds(lambda x, p: quant_matmul(x, name, p), xs, sets)
     mode = {"group_size": 32, "bits": 8} if name == "Q8_0" else {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -125,7 +108,7 @@ def tune(copy) -> None:
     """One row in every split of the width over warps: the basis of `_quant_cuda.split`."""
     for name in ("Q8_0", "IQ2_XXS"):
         for N, K in SHAPES[:2]:
-            sets = [random_planes(name, (N, K), seed) for seed in range(4)]
+            sets = [device_planes(seed, name, N, K) for seed in range(4)]
             xs, result = rows_of(1, K), {}
             for split in (1, 2, 4, 8):
                 _quant_cuda.split = lambda tiles, units, split=split: split
@@ -147,12 +130,12 @@ def main() -> None:
     args = parser.parse_args()
     copy = copy_rate()
     print(json.dumps({**device(), "copy_GBps": round(copy / 1e9)}), flush=True)
-    for name in BLOCKS:
+    for name in FORMATS:
         check(name)
     if args.tune:
         tune(copy)
         return
-    for name in BLOCKS:
+    for name in FORMATS:
         for shape in SHAPES[:2] if args.quick else SHAPES:
             for rows in (1, 6):
                 print(json.dumps(dense_case(name, shape, rows, copy)), flush=True)
