@@ -23,7 +23,7 @@ import numpy as np
 
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, blank, floats
 from ._rows import Rows, SplitRows, after, end, gather, part, rows_fault
 from ._switches import enabled
 
@@ -210,7 +210,7 @@ def index_scores(
     split = isinstance(keys, SplitRows)
     old, recent, base = keys if split else (keys, keys, visible)
     return _index_score_kernel(
-        inputs=[q, weights, old, recent, base, visible, _no_blocks() if blocks is None else blocks, floats(factor)],
+        inputs=[q, weights, old, recent, base, visible, blank(1, 1, 8) if blocks is None else blocks, floats(factor)],
         template=[
             *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", split)],
             ("BLOCK", 0 if blocks is None else block_size),
@@ -227,11 +227,6 @@ def _fits_kernel(q: mx.array, keys: Rows, width: int) -> bool:
     H, D = q.shape[2:]
     fits = D % 32 == 0 and D <= 128 and H * D <= 4096
     return q.size > 0 and width > 0 and q.dtype == keys.dtype == mx.bfloat16 and fits
-
-
-@functools.cache
-def _no_blocks() -> mx.array:
-    return mx.array(np.zeros((1, 1, 8), np.int32))  # data: mx.zeros would be a launch of each compiled graph
 
 
 def index_scores_ref(

@@ -45,12 +45,12 @@ class GrowingRows:
     def split(self) -> SplitRows:
         return SplitRows(self.old, self.recent, self.marks[0])
 
-    def begin(self, batch: int, count: int) -> None:
-        """Before a step of `count` new rows: makes the arrays, and room in `recent` if a short step needs it."""
+    def begin(self, batch: int, room: int) -> None:
+        """Before a step: makes the arrays, and room in `recent` for so many rows, at most `REWIND`."""
         if self.recent is None:
             self.old = mx.zeros((batch, _capacity(1), self._width), dtype=mx.bfloat16)
             self.recent = mx.zeros((batch, RECENT, self._width), dtype=mx.bfloat16)
-        if count <= REWIND and self.length - self.base + count > RECENT:
+        if self.length - self.base + room > RECENT:
             self._move(self.recent[:, : self.length - self.base], self.length)
         self._mark()
 
@@ -64,7 +64,7 @@ class GrowingRows:
         if rows.shape[1] == 0:
             return
         if self.recent is None:
-            self.begin(rows.shape[0], rows.shape[1])
+            self.begin(rows.shape[0], 0)
         live = mx.concatenate([self.recent[:, : self.length - self.base], rows], axis=1)
         self._move(live, self.length + rows.shape[1])
         self._mark()
@@ -118,9 +118,10 @@ class LayerCache:
             if self.compressed is not None and self._ratio == 2:
                 self.pending = mx.zeros((batch, 2, PENDING, width))
         if self.compressed is not None:
-            count = (start + length) // self._ratio - start // self._ratio
-            self.compressed.begin(batch, count if length <= REWIND else length)
-            self.index_keys.begin(batch, count if length <= REWIND else length)
+            # A long step appends; a short one writes in place.
+            room = (start + length) // self._ratio - start // self._ratio if length <= REWIND else 0
+            self.compressed.begin(batch, room)
+            self.index_keys.begin(batch, room)
 
     def extend(self, rows: mx.array, start: int) -> mx.array:
         """For a long step: the rows of the positions before `start` that it can see, then `rows` [B, n, D]; the ring

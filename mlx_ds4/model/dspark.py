@@ -211,8 +211,7 @@ class Drafter(nn.Module):
         c = self.config
         ids = mx.array([[anchor] + [c.dspark_noise_token_id] * (self.block_size - 1)])
         step = BlockStep(c, start, self.block_size, ring.shape[1], trace)
-        h = mx.broadcast_to(model.embed(ids)[:, :, None], (1, self.block_size, c.hc_mult, c.hidden_size))
-        pre = mx.broadcast_to(mx.array([1.0] + [0.0] * (c.hc_mult - 1)), h.shape[:3])
+        h, pre = model.start(ids)
         for index, stage in enumerate(self.mtp):
             step.layer = index
             h, pre = stage(h, pre, step, Ring(ring[index][None]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -188,6 +189,7 @@ class Step:
         return self._arrays[name]
 
 
+@functools.lru_cache(maxsize=8)  # asked for at every step, always with the same config
 def layer_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
     """Rotary frequencies: plain for window-only layers, YaRN on another base for compressed ones."""
     if not compressed:

@@ -175,7 +175,7 @@ def test_growing_rows_keep_their_content():
     pieces = [mx.random.normal((2, n, 8)).astype(mx.bfloat16) for n in (1, 255, 3, 300, 8000, 5, 8, *[7] * 90)]
     for piece in pieces:
         count = piece.shape[1]
-        rows.begin(2, count)
+        rows.begin(2, count if count <= REWIND else 0)
         if count > REWIND:
             rows.append(piece)
         else:
