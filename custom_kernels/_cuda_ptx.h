@@ -46,6 +46,18 @@ __device__ __forceinline__ void transposed(u32& b0, u32& b1, const __nv_bfloat16
                : "r"((u32)__cvta_generic_to_shared(p)));
 }
 
+// Shared memory whose size the launch gives; all of a kernel's arrays there lie behind this pointer.
+__device__ __forceinline__ void* dynamic_shared() {
+  extern __shared__ uint4 ds4_dynamic_shared[];
+  return ds4_dynamic_shared;
+}
+// 16 bytes to shared memory, on their way until this thread waits for all of its copies.
+__device__ __forceinline__ void copy16_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Reads of what is used once: they leave L1 to the rest.
 __device__ __forceinline__ u32 read4(const void* p) {
   u32 r;

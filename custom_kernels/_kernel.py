@@ -115,7 +115,8 @@ class Kernel:
     """A kernel as data. `source` is the body and `header` its helpers, in the portable subset of Metal that
     docs/kernels.md describes; `cuda_source` and `cuda_header` replace the translation where it cannot be fast
     (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
-    only where `backend()` is "cuda". `exact` says that results equal the reference bit for bit.
+    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays. `exact` says
+    that results equal the reference bit for bit.
 
     Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
     """
@@ -129,6 +130,7 @@ class Kernel:
     cuda_header: str | None = field(default=None, kw_only=True)
     ensure_row_contiguous: bool = field(default=True, kw_only=True)
     atomic_outputs: bool = field(default=False, kw_only=True)
+    shared_memory: int = field(default=0, kw_only=True)
     exact: bool = field(kw_only=True)
     family: str = field(kw_only=True)
 
@@ -180,6 +182,7 @@ class Kernel:
             source=source,
             header=included(header),
             ensure_row_contiguous=self.ensure_row_contiguous,
+            shared_memory=self.shared_memory,
         )
 
     def __call__(

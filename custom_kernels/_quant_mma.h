@@ -75,10 +75,23 @@ __device__ __forceinline__ void scaled_block(
     add_scaled(acc[i], p, s0, s1);
   }
 }
+// The four blocks of a step, each decoded to fragments of A and the scales of rows g and g + 8.
+template <class W, int NT>
+__device__ __forceinline__ void scaled_blocks(
+    float (&acc)[NT][4], const W& w, const Rows<NT>& x, int t, const uint4* grid) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    u32 a[2][4];
+    float scale[2];
+    w.decode(a, scale, i, t, grid);
+    scaled_block(acc, a, x, 32 * i, scale[0], scale[1]);
+  }
+}
 
 // A format: UNIT columns a step; steps in flight: DEPTH where a warp reads one matrix for 8 rows, SHALLOW where it holds
 // more sums or changes matrices (measured, docs/log.md); CODES, SCALES and SUPERS bytes of a step in each plane, and how
-// far lanes t lie apart in the planes and the columns. load() issues the reads of a step for rows g and g + 8, multiply()
+// far lanes t lie apart in the planes and the columns; SCALED: whether block sums meet scales, where a step has four
+// blocks to decode(). load() issues the reads of a step for rows g and g + 8, multiply()
 // adds its products; pointers are at the step and the lane already. Widths are whole units.
 template <int F>
 struct Weight;
@@ -87,6 +100,7 @@ template <>
 struct Weight<Q8_0> {
   static constexpr int UNIT = 128, DEPTH = 5, SHALLOW = 3, CODES = 128, SCALES = 8, SUPERS = 0;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
+  static constexpr bool SCALED = true;
   uint2 q[2][4], s[2];
   __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
 #pragma unroll
@@ -96,23 +110,20 @@ struct Weight<Q8_0> {
       s[r] = read8(w[r].scales);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int i, int t, const uint4*) const {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 a[2][4];
-      float scale[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        a[r][0] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4140));
-        a[r][1] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4342));
-        a[r][2] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4140));
-        a[r][3] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4342));
-        u32 pair = i < 2 ? s[r].x : s[r].y;
-        scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
-      }
-      scaled_block(acc, a, x, 32 * i, scale[0], scale[1]);
+    for (int r = 0; r < 2; r++) {
+      a[r][0] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4140));
+      a[r][1] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4342));
+      a[r][2] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4140));
+      a[r][3] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4342));
+      u32 pair = i < 2 ? s[r].x : s[r].y;
+      scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
     }
+  }
+  template <int NT>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
+    scaled_blocks(acc, *this, x, t, grid);
   }
 };
 
@@ -121,6 +132,7 @@ template <>
 struct Weight<FP8> {
   static constexpr int UNIT = 128, DEPTH = 3, SHALLOW = 3, CODES = 128, SCALES = 4, SUPERS = 0;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
+  static constexpr bool SCALED = true;
   uint2 q[2][4];
   u32 s;
   __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
@@ -134,21 +146,19 @@ struct Weight<FP8> {
   static __device__ __forceinline__ u32 value(u32 p) {
     return mul2(((p & 0x00800080u) << 8) | ((p & 0x007f007fu) << 4), 0x7b807b80u);
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int i, int t, const uint4*) const {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 a[2][4];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        a[r][0] = value(__byte_perm(q[r][i].x, 0, 0x4140));
-        a[r][1] = value(__byte_perm(q[r][i].x, 0, 0x4342));
-        a[r][2] = value(__byte_perm(q[r][i].y, 0, 0x4140));
-        a[r][3] = value(__byte_perm(q[r][i].y, 0, 0x4342));
-      }
-      float scale = exp2f((float)((s >> (8 * i)) & 255) - 127.f);
-      scaled_block(acc, a, x, 32 * i, scale, scale);
+    for (int r = 0; r < 2; r++) {
+      a[r][0] = value(__byte_perm(q[r][i].x, 0, 0x4140));
+      a[r][1] = value(__byte_perm(q[r][i].x, 0, 0x4342));
+      a[r][2] = value(__byte_perm(q[r][i].y, 0, 0x4140));
+      a[r][3] = value(__byte_perm(q[r][i].y, 0, 0x4342));
     }
+    scale[0] = scale[1] = exp2f((float)((s >> (8 * i)) & 255) - 127.f);
+  }
+  template <int NT>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
+    scaled_blocks(acc, *this, x, t, grid);
   }
 };
 
@@ -273,6 +283,7 @@ template <>
 struct Weight<IQ2_XXS> {
   static constexpr int UNIT = 128, DEPTH = 4, SHALLOW = 2, CODES = 32, SCALES = 0, SUPERS = 0;  // half a block of 256
   static constexpr int LANE_CODES = 0, LANE_SCALES = 0, LANE_COLUMNS = 8;
+  static constexpr bool SCALED = true;
   uint4 q[2][2];
   u32 d[2];
   __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
@@ -283,28 +294,24 @@ struct Weight<IQ2_XXS> {
       d[r] = ((const unsigned short*)w[r].scales)[unit / 2];
     }
   }
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, int t, const uint4* grid) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
+      uint4 v = grid[__byte_perm(index, 0, 0x4440 + t)];
+      u32 sign = (rest >> (7 * t)) & 127;
+      sign |= __popc(sign) << 7;  // only the lowest bit of the count, the parity, is looked at
+      sign = (sign & 0x55) | ((sign & 0xaa) << 15);  // even columns in the low half, odd ones in the high half
+      a[r][0] = v.x ^ ((sign << 15) & 0x80008000u);
+      a[r][1] = v.y ^ ((sign << 13) & 0x80008000u);
+      a[r][2] = v.z ^ ((sign << 11) & 0x80008000u);
+      a[r][3] = v.w ^ ((sign << 9) & 0x80008000u);
+      scale[r] = half_bits(d[r]) * 0.125f * (float)(2 * (rest >> 28) + 1);
+    }
+  }
   template <int NT>
   __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
-    const float d8[2] = {half_bits(d[0]) * 0.125f, half_bits(d[1]) * 0.125f};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 a[2][4];
-      float scale[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
-        uint4 v = grid[__byte_perm(index, 0, 0x4440 + t)];
-        u32 sign = (rest >> (7 * t)) & 127;
-        sign |= __popc(sign) << 7;  // only the lowest bit of the count, the parity, is looked at
-        sign = (sign & 0x55) | ((sign & 0xaa) << 15);  // even columns in the low half, odd ones in the high half
-        a[r][0] = v.x ^ ((sign << 15) & 0x80008000u);
-        a[r][1] = v.y ^ ((sign << 13) & 0x80008000u);
-        a[r][2] = v.z ^ ((sign << 11) & 0x80008000u);
-        a[r][3] = v.w ^ ((sign << 9) & 0x80008000u);
-        scale[r] = d8[r] * (float)(2 * (rest >> 28) + 1);
-      }
-      scaled_block(acc, a, x, 32 * j, scale[0], scale[1]);
-    }
+    scaled_blocks(acc, *this, x, t, grid);
   }
 };
 
@@ -313,6 +320,7 @@ template <>
 struct Weight<MXFP4> {
   static constexpr int UNIT = 128, DEPTH = 4, SHALLOW = 4, CODES = 64, SCALES = 4, SUPERS = 0;
   static constexpr int LANE_CODES = 16, LANE_SCALES = 1, LANE_COLUMNS = 32;
+  static constexpr bool SCALED = false;
   uint4 q[2];
   u32 s[2];
   __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
@@ -330,23 +338,22 @@ struct Weight<MXFP4> {
     first = mul2(__byte_perm(low, high, 0x5140) ^ (__byte_perm(even, w, 0x4000) & 0x80008000u), power);
     second = mul2(__byte_perm(low, high, 0x7362) ^ (__byte_perm(even, w, 0x5010) & 0x80008000u), power);
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
-    u32 power[2];
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&)[2], int o, int t, const uint4*) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       u32 bits = s[r] ? s[r] << 7 : 0x40;  // 2^-127 is a subnormal bfloat16
-      power[r] = bits | (bits << 16);
+      u32 power = bits | (bits << 16), w = o == 0 ? q[r].x : o == 1 ? q[r].y : o == 2 ? q[r].z : q[r].w;
+      values(a[r][0], a[r][1], w, power);
+      values(a[r][2], a[r][3], w >> 16, power);
     }
+  }
+  template <int NT>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
 #pragma unroll
     for (int o = 0; o < 4; o++) {
       u32 a[2][4];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        u32 w = o == 0 ? q[r].x : o == 1 ? q[r].y : o == 2 ? q[r].z : q[r].w;
-        values(a[r][0], a[r][1], w, power[r]);
-        values(a[r][2], a[r][3], w >> 16, power[r]);
-      }
+      float none[2];
+      decode(a, none, o, t, grid);
 #pragma unroll
       for (int i = 0; i < NT; i++) add_block(acc[i], a, x.octet(i, 8 * o));
     }

@@ -11,7 +11,8 @@ Kernels, both within tolerance (the order of the sum differs from the reference'
 * `quant_rows` (1 to 8 rows; up to five matrices of any formats over one input): one launch. Reads the planes of W once
   for all rows; x is read by every simdgroup, from cache. Q8_0 1.06 bytes a weight, Q4_K 0.56, Q2_K 0.33, IQ2_XXS 0.26,
   MXFP4 0.53, FP8 1.00. Instructions a weight and row: about 2 to decode, 1.5 for the product.
-* CUDA: tensor cores instead (`_quant_cuda.py`), any number of rows; up to 8 rows share a launch as above.
+* CUDA: tensor cores instead (`_quant_cuda.py`, from 128 rows on `_quant_tile_cuda.py`), any number of rows with the bits
+  of one; up to 8 rows share a launch as above.
 * `quant_tile` (more rows): one launch, tiles of 32 rows x 64 outputs by matrix units. Reads W n / 32 times and x
   o / 64 times (from cache where they fit); each weight is decoded once per 32 rows.
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
-from . import _quant_cuda, _quant_group_cuda
+from . import _quant_cuda, _quant_group_cuda, _quant_tile_cuda
 from ._case import Case
 from ._kernel import Kernel
 from ._octet import (
@@ -226,8 +227,11 @@ def _product(x: mx.array, weights: Sequence[Weight], groups: int, dtypes: Sequen
     format, planes = weights[0]
     outputs = [planes["codes"].shape[0] // groups for _, planes in weights]
     if backend() == "cuda" and _quant_cuda.takes(x, format, width // groups, outputs[0] if groups > 1 else 16):
-        y = _quant_cuda.dense(x.reshape(rows, width), format, planes, groups=groups, out_dtype=dtypes[0])
-        return [y.reshape(*leading, -1)]
+        flat = x.reshape(rows, width)
+        product = (
+            _quant_tile_cuda.product if _quant_tile_cuda.takes_many(flat, format, planes, groups) else _quant_cuda.dense
+        )
+        return [product(flat, format, planes, groups=groups, out_dtype=dtypes[0]).reshape(*leading, -1)]
     words, wide = x_input(x)
     inputs = [array for weight in weights for array in plane_inputs(*weight)]
     shapes = [(*leading, groups * n) for n in outputs]

@@ -26,7 +26,7 @@ _BUILDS = Path(tempfile.gettempdir()) / "mlx_ds4-cuda-host"
 _TYPES = {
     mx.float32: "float",
     mx.bfloat16: "__nv_bfloat16",
-    mx.float16: "uint16_t",
+    mx.float16: "__half",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
     mx.int8: "int8_t",

@@ -21,9 +21,11 @@ using std::max;
 using std::min;
 
 struct uint2 { unsigned x, y; };
+struct float2 { float x, y; };
 struct uint4 { unsigned x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, blockDim;
 
@@ -48,8 +50,12 @@ struct __nv_bfloat16 {
 };
 static __nv_bfloat16 __float2bfloat16(float f) { return __nv_bfloat16(f); }
 static float __bfloat162float(__nv_bfloat16 b) { return float(b); }
-struct __half { uint16_t bits; };
-static __half __ushort_as_half(unsigned short u) { return {u}; }
+struct __half {
+  uint16_t bits;
+  __half() = default;
+  explicit __half(float f) : bits(bits_as<uint16_t>((_Float16)f)) {}
+};
+static __half __ushort_as_half(unsigned short u) { return bits_as<__half>(u); }
 static float __half2float(__half h) { return float(bits_as<_Float16>(h.bits)); }
 
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
@@ -183,6 +189,9 @@ static void mma_new(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   c[0] = c[1] = c[2] = c[3] = 0.f;
   mma(c, a0, a1, a2, a3, b0, b1);
 }
+// Copies happen where they are waited for, the last moment that the hardware may choose.
+struct Copy { void* to; const void* from; };
+static std::vector<Copy> copies[1024];
 static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   memcpy(mailbox[threadIdx.x], &p, sizeof p);
   wait_for(WARP);
@@ -196,6 +205,15 @@ static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   }
   wait_for(WARP);
   b0 = out[0], b1 = out[1];
+}
+static void* dynamic_shared() {
+  static uint4 bytes[227 * 1024 / sizeof(uint4)];  // what a block of an H200 may have
+  return bytes;
+}
+static void copy16_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from}); }
+static void wait_for_copies() {
+  for (const Copy& c : copies[threadIdx.x]) memcpy(c.to, c.from, 16);
+  copies[threadIdx.x].clear();
 }
 static u32 read4(const void* p) { return *(const u32*)p; }
 static uint2 read8(const void* p) { return *(const uint2*)p; }

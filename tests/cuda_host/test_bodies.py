@@ -81,6 +81,52 @@ def test_grouped_product(traced):
     assert compare(got, want, 1e-5)[0] is None
 
 
+def product_of(monkeypatch, x, format, planes, groups, dtype) -> tuple[str, mx.array]:
+    """The kernel that the public operation launches on CUDA, and its result."""
+    monkeypatch.setattr(quant_matmul, "backend", lambda: "cuda")
+    launches = []
+    with watch_launches(launches.append):
+        trace(lambda: quant_matmul._product(x, [(format, planes)], groups, [dtype]))
+    (item,) = launches
+    return item.kernel.name, launch(item.kernel, item.inputs, item.call)[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(128, 256, 256), (300, 288, 1280), (129, 160, 2304)])
+def test_many_rows_have_the_bits_of_few(traced, monkeypatch, format, rows, outputs, width):
+    """One sum of two units; four of 3, 3, 2 and 2; eight of 3 and 2, and a last tile that overlaps another."""
+    planes = random_planes(np.random.default_rng(11), format, outputs, width)
+    x = rows_of(rows, width)
+    name, got = product_of(monkeypatch, x, format, planes, 1, mx.float32)
+    assert name == ("quant_matmul_mma" if format.endswith("_K") else "quant_matmul_tile")
+    for some in (slice(0, 1), slice(64, 72), slice(rows - 100, rows)):
+        few, want = product_of(monkeypatch, x[some], format, planes, 1, mx.float32)
+        assert few == "quant_matmul_mma" and mx.array_equal(got[some], want)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 131), (127, 131), (128, 127), (128, 131), (200, 136), (257, 300)])
+def test_ragged_tiles(traced, monkeypatch, rows, outputs, dtype):
+    """Outputs that are no multiple of 8 are stored one by one; fewer than 128 of either take the other kernel."""
+    planes = random_planes(np.random.default_rng(12), "Q8_0", outputs, 512)
+    x = rows_of(rows, 512)
+    name, got = product_of(monkeypatch, x, "Q8_0", planes, 1, dtype)
+    assert name == ("quant_matmul_tile" if min(rows, outputs) >= 128 else "quant_matmul_mma")
+    want = run(lambda: _quant_cuda.dense(x, "Q8_0", planes, groups=1, out_dtype=dtype))
+    assert got.dtype == dtype and mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize(("groups", "rank"), [(2, 256), (3, 128), (3, 144)])
+def test_groups_in_tiles(traced, monkeypatch, groups, rank):
+    """A group of 144 rows is no multiple of a tile."""
+    planes = random_planes(np.random.default_rng(13), "Q8_0", groups * rank, 1024)
+    x = rows_of(130, groups * 1024)
+    name, got = product_of(monkeypatch, x, "Q8_0", planes, groups, mx.bfloat16)
+    assert name == ("quant_matmul_mma" if rank % 128 else "quant_matmul_tile")
+    assert mx.array_equal(got, run(lambda: _quant_cuda.dense(x, "Q8_0", planes, groups=groups, out_dtype=mx.bfloat16)))
+    assert compare(got, quant_matmul.grouped_quant_matmul_ref(x, "Q8_0", planes, groups), 1e-5)[0] is None
+
+
 GROUPS = [
     (("Q8_0", 31), ("Q8_0", 16), ("F16", 7), ("F32", 20), ("BF16", 3)),
     (("IQ2_XXS", 40), ("Q4_K", 17), ("F16", 6)),

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _expand_cuda, _quant_cuda, _quant_group_cuda
+from mlx_ds4.custom_kernels import _expand_cuda, _quant_cuda, _quant_group_cuda, _quant_tile_cuda
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
@@ -200,6 +200,8 @@ def bodies_for_cuda_alone() -> None:
         planes = random_planes(rng, format, 64, 1024)
         for rows, dtype in ((x, mx.bfloat16), (many, mx.float32)):
             _quant_cuda.dense(rows, format, planes, groups=1, out_dtype=dtype)
+            if not format.endswith("_K"):
+                _quant_tile_cuda.product(rows, format, planes, groups=1, out_dtype=dtype)
         group = [
             (format, planes),
             *[(f, random_planes(rng, f, 8, 1024)) for f in ("F32", "F16", "BF16")],
@@ -239,10 +241,11 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         bodies_for_cuda_alone()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own = _quant_cuda.HEADER
-    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own)]
+    others = (_quant_group_cuda.HEADER, _expand_cuda.HEADER, _quant_tile_cuda.HEADER)
+    texts = [MLX, own, *[head.removeprefix(own) for head in others]]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
-        assert head in (own, _quant_group_cuda.HEADER, _expand_cuda.HEADER)
+        assert head in (own, *others)
         texts.append(function(launch.kernel, launch, f"k{i}", body))
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
