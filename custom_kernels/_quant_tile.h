@@ -63,7 +63,6 @@ __device__ __forceinline__ void tile_product(
 #pragma unroll
     for (int i = 0; i < 8; i++, p += 16 * pitch) copy16_async(&stage.x[row + 16 * i][tile_place(row, octet)], p);
   };
-  auto after = [&](int unit) { return unit + S < units ? unit + S : unit % S + 1; };
 
   float sum[S > 1 ? 2 : 1][8][4];
   clear(sum[0]);
@@ -74,21 +73,21 @@ __device__ __forceinline__ void tile_product(
   copy(stages[0], 0);
 #pragma unroll
   for (int i = 0; i < 4; i++) decode(stages[0], i);
-  int unit = 0, next = after(0);
-  if (units > 1) load(next);
-  for (int step = 0; step < units; step++) {
+  for (int step = 0, unit = 0, next; step < units; step++, unit = next) {
     TileStage &now = stages[step & 1], &other = stages[~step & 1];
-    const bool more = step + 1 < units;
+    next = unit + S < units ? unit + S : unit % S + 1;
     wait_for_copies();
     __syncthreads();
-    if (more) copy(other, next);
+    if (step + 1 < units) {
+      copy(other, next);
+      load(next);
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      if (i < 2 && more) {
-        decode(other, 2 * i);
-        decode(other, 2 * i + 1);
+      if (i >= 2) {  // the loads are there by now; behind the last unit, in vain: a branch would cost registers
+        decode(other, 2 * i - 4);
+        decode(other, 2 * i - 3);
       }
-      if (i == 2 && step + 2 < units) load(after(next));
       u32 a[2][2][4];
       float2 scale[2];
 #pragma unroll
@@ -127,8 +126,6 @@ __device__ __forceinline__ void tile_product(
         clear(acc[r]);
       }
     }
-    unit = next;
-    next = after(next);
   }
   if (S > 1) {
 #pragma unroll
