@@ -41,7 +41,7 @@ from ._octet import (
 )
 from ._random_planes import BYTES, random_planes, weights_of
 from ._switches import backend, enabled
-from .expert_matmul import SharedDown, expert_down, expert_down_ref, few_pairs
+from .expert_matmul import Plan, SharedDown, expert_down, expert_down_ref, few_pairs
 from .hyper_connection import expand, expand_ref
 from .quant_matmul import MOST_ROWS, quant_matmul, quant_matmul_ref
 
@@ -181,16 +181,17 @@ def experts_expand(
     iters: int,
     eps: float,
     norm_eps: float,
+    plan: Plan | None = None,
 ) -> Ended:
-    """(y, *expand(y, *streams)) with y = `expert_down(a, down, chosen, shared)` in the shape of the streams. Errors as
-    there."""
+    """(y, *expand(y, *streams)) with y = `expert_down(a, down, chosen, shared, plan=plan)` in the shape of the streams.
+    Errors as there."""
     for weight, width in ((down, a.shape[-1]), (shared[1], shared[0].shape[-1])):
         check_planes("experts_expand", *weight, width)
     steps = {"iters": iters, "eps": eps, "norm_eps": norm_eps}
     N, K, F = a.shape
     if not few_pairs(N, K) or not _launches(N, streams, (a, down), shared):
         h = streams[0]
-        y = expert_down(a, down, chosen, shared).reshape(*h.shape[:-2], h.shape[-1])
+        y = expert_down(a, down, chosen, shared, plan=plan).reshape(*h.shape[:-2], h.shape[-1])
         return y, *expand(y, *streams, **steps)
     if backend() == "cuda":
         return _expand_cuda.experts(a, down, chosen, shared, streams, **steps)

@@ -64,6 +64,9 @@ from .shared_expert import clamped_swiglu_ref
 Weight = tuple[str, dict[str, mx.array]]
 # What the expert that all rows share adds: a [N, F] of its SwiGLU, and its last matrix.
 SharedDown = tuple[mx.array, Weight]
+# Pairs (row, slot) in the order of their experts, where an expert's pairs start, where its tiles start, most tiles. The
+# starts are int32 [experts + 1].
+Plan = tuple[mx.array, mx.array, mx.array, int]
 
 # More rows go through tiles; not yet measured on a Mac.
 MOST_ROWS = 8
@@ -102,13 +105,28 @@ _down_tile_kernel = _kernel(
 )
 
 
+def plan_pairs(chosen: mx.array, experts: int) -> Plan | None:
+    """What the products of many rows need to know of the choice: `plan` of both, made once. None for few rows and where
+    no kernel runs."""
+    if few_pairs(*chosen.shape) or not enabled("expert_matmul"):
+        return None
+    return _plan(chosen, experts)
+
+
 def expert_swiglu(
-    x: mx.array, gate: Weight, up: Weight, chosen: mx.array, weights: mx.array, *, limit: float
+    x: mx.array,
+    gate: Weight,
+    up: Weight,
+    chosen: mx.array,
+    weights: mx.array,
+    *,
+    limit: float,
+    plan: Plan | None = None,
 ) -> mx.array:
     """x bfloat16 [N, C], chosen int32 [N, K] distinct per row, weights float32 [N, K] -> a bfloat16 [N, K, F].
 
-    gate and up may differ in format. No rows give an empty result. Raises ValueError for an unknown format or planes
-    of another width; expert numbers are not checked.
+    gate and up may differ in format. `plan`: of `plan_pairs`, else made here. No rows give an empty result. Raises
+    ValueError for an unknown format or planes of another width; expert numbers are not checked.
     """
     N, K = chosen.shape
     for format, planes in (gate, up):
@@ -118,8 +136,8 @@ def expert_swiglu(
     F = gate[1]["codes"].shape[-2]
     E = gate[1]["codes"].shape[0]
     if backend() == "cuda" and gate[0] == up[0] and _quant_cuda.takes(x, gate[0], x.shape[-1]):
-        plan = None if few_pairs(N, K) else _plan(chosen, E)[:2]
-        return _quant_cuda.gate_up(x, gate[0], gate[1], up[1], chosen, weights, limit, plan)
+        pairs = None if few_pairs(N, K) else (plan or _plan(chosen, E))[:2]
+        return _quant_cuda.gate_up(x, gate[0], gate[1], up[1], chosen, weights, limit, pairs)
     words, wide = x_input(x)
     formats = [("FG", FORMAT_IDS[gate[0]]), ("FU", FORMAT_IDS[up[0]]), ("WIDE", wide)]
     planes = [*plane_inputs(*gate), *plane_inputs(*up)]
@@ -134,7 +152,7 @@ def expert_swiglu(
             threadgroup=(32 * _SIMDGROUPS, 1, 1),
             **out,
         )[0]
-    order, starts, tile_starts, tiles = _plan(chosen, E)
+    order, starts, tile_starts, tiles = plan or _plan(chosen, E)
     return _gate_up_tile_kernel(
         inputs=[words, numbers(octets, F, K, E), floats(limit), weights, order, starts, tile_starts, *planes],
         template=formats,
@@ -159,11 +177,13 @@ def expert_swiglu_ref(
     return _each_expert(chosen, one, gate[1])
 
 
-def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown | None = None) -> mx.array:
+def expert_down(
+    a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown | None = None, *, plan: Plan | None = None
+) -> mx.array:
     """a [N, K, F], chosen int32 [N, K] ascending per row -> bfloat16 [N, C].
 
     The result of `expert_swiglu`, perhaps rounded to FP8, through the chosen experts and summed; then, of `shared` =
-    (a [N, F'], weight [C, F']), the shared expert's product, rounded to bfloat16 like theirs. Errors as in
+    (a [N, F'], weight [C, F']), the shared expert's product, rounded to bfloat16 like theirs. `plan` and errors as in
     `expert_swiglu`.
     """
     N, K, F = a.shape
@@ -179,7 +199,7 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown 
             if shared is not None and not _quant_cuda.takes(shared[0], shared[1][0], shared[0].shape[-1]):
                 shared = quant_matmul(shared[0], *shared[1])
             return _quant_cuda.down_few(a, *down, chosen, shared)
-        return _sum(_quant_cuda.down_many(a, *down, _plan(chosen, E)[:2]), shared)
+        return _sum(_quant_cuda.down_many(a, *down, (plan or _plan(chosen, E))[:2]), shared)
     words, wide = x_input(a)
     formats = [("FORMAT", FORMAT_IDS[down[0]]), ("WIDE", wide)]
     planes = plane_inputs(*down)
@@ -197,7 +217,7 @@ def expert_down(a: mx.array, down: Weight, chosen: mx.array, shared: SharedDown 
             output_shapes=[(N, C)],
             output_dtypes=[mx.bfloat16],
         )[0]
-    order, starts, tile_starts, tiles = _plan(chosen, E)
+    order, starts, tile_starts, tiles = plan or _plan(chosen, E)
     y = _down_tile_kernel(
         inputs=[words, numbers(F // 8, C, K, E), order, starts, tile_starts, *planes],
         template=formats,
@@ -225,12 +245,8 @@ def few_pairs(rows: int, chosen: int) -> bool:
     return rows <= MOST_ROWS and rows * chosen <= _MOST_PAIRS
 
 
-def _plan(chosen: mx.array, experts: int) -> tuple[mx.array, mx.array, mx.array, int]:
-    """(pairs in the order of their experts, where an expert's pairs start, where its tiles start, most tiles).
-
-    Both starts are int32 [experts + 1]. Computed on the device; the number of tiles is the bound that holds for
-    every choice.
-    """
+def _plan(chosen: mx.array, experts: int) -> Plan:
+    """Computed on the device; the number of tiles is the bound that holds for every choice."""
     flat = chosen.reshape(-1)
     counts = mx.zeros(experts, dtype=mx.int32).at[flat].add(1)
     zero = mx.zeros(1, dtype=mx.int32)

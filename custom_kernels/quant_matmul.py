@@ -11,8 +11,8 @@ Kernels, both within tolerance (the order of the sum differs from the reference'
 * `quant_rows` (1 to 8 rows; up to five matrices of any formats over one input): one launch. Reads the planes of W once
   for all rows; x is read by every simdgroup, from cache. Q8_0 1.06 bytes a weight, Q4_K 0.56, Q2_K 0.33, IQ2_XXS 0.26,
   MXFP4 0.53, FP8 1.00. Instructions a weight and row: about 2 to decode, 1.5 for the product.
-* CUDA: tensor cores instead (`_quant_cuda.py`, from 128 rows on `_quant_tile_cuda.py`), any number of rows with the bits
-  of one; up to 8 rows share a launch as above.
+* CUDA: tensor cores instead (`_quant_cuda.py`, from 128 rows on `_quant_tile_cuda.py`), any number of rows, each with
+  the bits that it has alone; up to 8 rows share a launch as above.
 * `quant_tile` (more rows): one launch, tiles of 32 rows x 64 outputs by matrix units. Reads W n / 32 times and x
   o / 64 times (from cache where they fit); each weight is decoded once per 32 rows.
 

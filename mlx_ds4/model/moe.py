@@ -7,7 +7,7 @@ from mlx import nn
 
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams, experts_expand
-from mlx_ds4.custom_kernels.expert_matmul import SharedDown, expert_swiglu
+from mlx_ds4.custom_kernels.expert_matmul import SharedDown, expert_swiglu, plan_pairs
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.router import route
 from mlx_ds4.custom_kernels.shared_expert import shared_swiglu
@@ -63,10 +63,12 @@ class Experts(nn.Module):
         last matrix; y and what it makes of the streams, as `experts_expand` returns them."""
         if self.w1.rounds_input or self.w3.rounds_input:
             x = fake_quant_fp8(x)
-        a = expert_swiglu(x, stored(self.w1.weight), stored(self.w3.weight), chosen, weights, limit=self._limit)
+        gate, up = (stored(layer.weight) for layer in (self.w1, self.w3))
+        plan = plan_pairs(chosen, gate[1]["codes"].shape[0])
+        a = expert_swiglu(x, gate, up, chosen, weights, limit=self._limit, plan=plan)
         if self.w2.rounds_input:
             a = fake_quant_fp8(a)
-        return experts_expand(a, stored(self.w2.weight), chosen, shared, streams, **steps)
+        return experts_expand(a, stored(self.w2.weight), chosen, shared, streams, plan=plan, **steps)
 
 
 class SharedExpert(nn.Module):

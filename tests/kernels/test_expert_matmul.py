@@ -180,6 +180,30 @@ def test_plan():
 
 
 @needs_emulator
+def test_a_layer_plans_once(nano_k, monkeypatch):
+    """Both products of many rows share a plan; few rows and the reference make none."""
+    calls, plan = [], expert_matmul._plan
+    monkeypatch.setattr(expert_matmul, "_plan", lambda *args: calls.append(args) or plan(*args))
+    ids = mx.zeros((1, 9), dtype=mx.int32)
+    for mode, rows, times in (("emulate", 9, len(nano_k.layers)), ("emulate", 8, 0), ("reference", 9, 0)):
+        with emulate(mode), disable(*[name for name in families() if name != "expert_matmul"]):
+            mx.eval(nano_k(ids[:, :rows], nano_k.make_cache()))
+        assert len(calls) == times
+        calls.clear()
+
+
+@needs_emulator
+def test_a_plan_made_before_gives_the_same_bits():
+    gate, up, down = gate_up_down("Q8_0", "MXFP4", "Q8_0")
+    x, a, shared, chosen, weights = rows_of(20, 3)
+    with emulate():
+        plan = expert_matmul.plan_pairs(chosen, E)
+        first = expert_swiglu(x, gate, up, chosen, weights, limit=LIMIT)
+        assert same_bits(expert_swiglu(x, gate, up, chosen, weights, limit=LIMIT, plan=plan), first)
+        assert same_bits(expert_down(a, down, chosen, shared, plan=plan), expert_down(a, down, chosen, shared))
+
+
+@needs_emulator
 def test_which_kernels_are_launched():
     gate, up, down = gate_up_down("Q8_0", "MXFP4", "Q8_0")
     for rows, chosen, suffix in ((8, 7, ""), (9, 1, "_tile")):
