@@ -15,7 +15,7 @@ import mlx.core as mx
 from quant_matmul import copy_rate, device, nbytes, rows_of, seconds
 
 from mlx_ds4.custom_kernels._random_planes import device_planes
-from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu
+from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu, plan_pairs
 from mlx_ds4.custom_kernels.shared_expert import clamped_swiglu_ref
 from mlx_ds4.formats.planes import dequantize
 
@@ -23,8 +23,9 @@ LIMIT = 10.0
 
 
 def layer(x, gate, up, down, chosen, weights):
-    a = expert_swiglu(x, gate, up, chosen, weights, limit=LIMIT)
-    return a, expert_down(a, down, chosen)
+    plan = plan_pairs(chosen, down[1]["codes"].shape[0])
+    a = expert_swiglu(x, gate, up, chosen, weights, limit=LIMIT, plan=plan)
+    return a, expert_down(a, down, chosen, plan=plan)
 
 
 def reference(x, gate, up, down, chosen, weights):
@@ -54,7 +55,7 @@ def check(gu: str, dn: str) -> None:
     E, F, C, slots = 8, 256, 512, 6
     gate, up = ((gu, device_planes(s, gu, E, F, C)) for s in (1, 2))
     down = (dn, device_planes(3, dn, E, C, F))
-    for rows in (1, 6, 40):
+    for rows in (1, 6, 40, 100):
         x = mx.random.normal((rows, C), key=mx.random.key(9)).astype(mx.bfloat16) * 4
         chosen, weights = routed(rows, E, slots, rows)
         got = layer(x, gate, up, down, chosen, weights)

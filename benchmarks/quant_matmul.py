@@ -71,11 +71,11 @@ def check(name: str) -> None:
     for N, K in ((33, 5120), (1280, 5120)):
         planes = device_planes(1, name, N, K)
         weight = dequantize(name, planes)
-        x = mx.random.normal((70, K), key=mx.random.key(2)).astype(mx.bfloat16)
+        x = mx.random.normal((300, K), key=mx.random.key(2)).astype(mx.bfloat16)
         with mx.stream(mx.cpu):
             want = x.astype(mx.float32) @ weight.T
         whole = quant_matmul(x, name, planes, out_dtype=mx.float32)
-        for rows in (1, 2, 6, 8, 9, 70):
+        for rows in (1, 2, 6, 8, 9, 70, 128, 201):
             got = quant_matmul(x[:rows], name, planes, out_dtype=mx.float32)
             error = worst(got, want[:rows])
             assert error < 2e-5, (name, N, K, rows, error)

@@ -1,6 +1,7 @@
-"""CUDA bodies of the quantized products: tensor cores, one code path for one row, a few rows and many.
+"""CUDA bodies of the quantized products: tensor cores, for one row and a few.
 
-The portable Metal text runs on CUDA too, but there six rows cost six times the multiply-adds. These kernels (header
+From 128 rows on (K-quants never) `_quant_tile_cuda.py` takes over, for many rows of experts `_expert_tile_cuda.py`. The
+portable Metal text runs on CUDA too, but there six rows cost six times the multiply-adds. These kernels (header
 `_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that
 depends on the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
 
@@ -150,28 +151,6 @@ _GATE_UP_FEW_SOURCE = (
     + _GATE_UP_MAIN
 )
 
-_GATE_UP_MANY_SOURCE = (
-    """
-    // Block (tile, expert): 16 rows of gate and up for all pairs of the expert, 8 NT of them at a time.
-"""
-    + _PROLOGUE
-    + _EXPERT_PLANES
-    + """
-    const float LIMIT = __int_as_float(LIMIT_BITS);
-    const int expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
-    for (int at = begin; at < end; at += 8 * NT) {
-    const int count = min(8 * NT, end - at);
-    for (int i = 0; i < NT; i++)
-      rows.p[i] = (const bf16*)x + (size_t)(order[at + min(8 * i + g, count - 1)] / SLOTS) * K;
-#define PAIR(n) order[at + n]
-"""
-    + _GATE_UP_MAIN
-    + """
-    __syncthreads();
-    }
-"""
-)
-
 DOWN_FEW_SOURCE = (
     """
     // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round
@@ -241,35 +220,6 @@ DOWN_FEW_SOURCE = (
 """
 )
 
-_DOWN_MANY_SOURCE = (
-    """
-    // Warp (tile, expert): 16 output rows for all pairs of the expert, 8 NT of them at a time; sums are made later.
-"""
-    + _PROLOGUE
-    + """
-    const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
-    const int tile = blockIdx.x * S + warp, expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
-    const int K = x_shape[1], N = codes_shape[1], units = K / Weight<F>::UNIT, half = (units + 1) / 2;
-    if (16 * tile >= N) return;
-    for (int at = begin; at < end; at += 8 * NT) {
-      const int count = min(8 * NT, end - at);
-      Rows<NT> rows;
-      for (int i = 0; i < NT; i++)
-        rows.p[i] = (const bf16*)x + (size_t)order[at + min(8 * i + g, count - 1)] * K;
-      float acc[NT][4], second[NT][4];
-      clear(acc);
-      clear(second);
-      product<F, NT>(acc, w, (size_t)expert * N, tile, N, K, rows, 0, 1, half, grid_s);
-      product<F, NT>(second, w, (size_t)expert * N, tile, N, K, rows, half, 1, units, grid_s);
-      for (int i = 0; i < NT; i++)
-        for (int c = 0; c < 4; c++) {
-          const int n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
-          if (n < count && r < N) y[(size_t)order[at + n] * N + r] = bf16(acc[i][c] + second[i][c]);
-        }
-    }
-"""
-)
-
 
 def _kernel(name: str, inputs: list[str], source: str, family: str) -> Kernel:
     return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=HEADER, exact=False, family=family)
@@ -279,12 +229,6 @@ _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
 _gate_up_few = _kernel("expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], _GATE_UP_FEW_SOURCE, "expert_matmul")
-_gate_up_many = _kernel(
-    "expert_swiglu_many_mma",
-    ["x", *_TWO, "order", "start", "weights"],
-    _GATE_UP_MANY_SOURCE,
-    "expert_matmul",
-)
 DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
 _down_few = _kernel(
     "expert_down_few_mma",
@@ -292,7 +236,6 @@ _down_few = _kernel(
     DOWN_FEW_SOURCE,
     "expert_matmul",
 )
-_down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_MANY_SOURCE, "expert_matmul")
 
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:
@@ -316,20 +259,15 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     )[0]
 
 
-def gate_up(x, format, gate, up, chosen, weights, limit: float, sorted_pairs=None) -> mx.array:
-    """The clamped, weighted SwiGLU of every (row, slot) pair: bfloat16 [rows, slots, F].
-
-    `sorted_pairs` (order, starts) as `expert_matmul` plans them for many rows; None: few rows, at most 64 pairs.
-    """
-    E, F, _ = gate["codes"].shape
-    few = sorted_pairs is None
-    kernel, lists = (_gate_up_few, [chosen.reshape(-1)]) if few else (_gate_up_many, sorted_pairs)
-    template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1 if few else 4}
+def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
+    """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
+    F = gate["codes"].shape[1]
+    template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
-    return kernel(
-        inputs=[x, *planes_of(gate), *planes_of(up), *lists, weights.reshape(-1)],
+    return _gate_up_few(
+        inputs=[x, *planes_of(gate), *planes_of(up), chosen.reshape(-1), weights.reshape(-1)],
         template=list(template.items()),
-        grid=(ceil_div(F, 16) * 32 * _GATE_UP_SPLIT, chosen.size if few else E, 1),
+        grid=(ceil_div(F, 16) * 32 * _GATE_UP_SPLIT, chosen.size, 1),
         threadgroup=(32 * _GATE_UP_SPLIT, 1, 1),
         output_shapes=[(*chosen.shape, F)],
         output_dtypes=[mx.bfloat16],
@@ -363,19 +301,6 @@ def down_inputs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list
     template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": a.shape[1], "SHARED": mode}
     template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
     return [flat, *planes_of(planes), chosen.reshape(-1), values, *planes_of(other[1])], list(template.items())
-
-
-def down_many(a, format, planes, sorted_pairs) -> mx.array:
-    """The experts' outputs of every pair, rounded: a [rows, slots, F] -> bfloat16 [rows, slots, C]."""
-    (E, C, _), warps = planes["codes"].shape, 4
-    return _down_many(
-        inputs=[a.reshape(-1, a.shape[-1]), *planes_of(planes), *sorted_pairs],
-        template=[("F", FORMAT_IDS[format]), ("S", warps), ("NT", 4)],
-        grid=(ceil_div(ceil_div(C, 16), warps) * 32 * warps, E, 1),
-        threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(*a.shape[:2], C)],
-        output_dtypes=[mx.bfloat16],
-    )[0]
 
 
 def planes_of(planes: dict[str, mx.array]) -> list[mx.array]:

@@ -37,7 +37,8 @@ struct Planes {
   const unsigned char* supers;
 };
 
-// Activation rows of this lane's columns. Columns past the last row repeat a row; their results are not stored.
+// Activation rows of this lane's columns, in global memory; multiply() takes any type with such an octet(). Columns past
+// the last row repeat a row; their results are not stored.
 template <int NT>
 struct Rows {
   const bf16* p[NT];
@@ -65,9 +66,9 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&p)[4],
   acc[3] = fmaf(s1, p[3], acc[3]);
 }
 // acc += scales * (A B) for one block and every column tile.
-template <int NT>
+template <int NT, class X>
 __device__ __forceinline__ void scaled_block(
-    float (&acc)[NT][4], const u32 (&a)[2][4], const Rows<NT>& x, int column, float s0, float s1) {
+    float (&acc)[NT][4], const u32 (&a)[2][4], const X& x, int column, float s0, float s1) {
 #pragma unroll
   for (int i = 0; i < NT; i++) {
     float p[4];
@@ -76,9 +77,8 @@ __device__ __forceinline__ void scaled_block(
   }
 }
 // The four blocks of a step, each decoded to fragments of A and the scales of rows g and g + 8.
-template <class W, int NT>
-__device__ __forceinline__ void scaled_blocks(
-    float (&acc)[NT][4], const W& w, const Rows<NT>& x, int t, const uint4* grid) {
+template <class W, int NT, class X>
+__device__ __forceinline__ void scaled_blocks(float (&acc)[NT][4], const W& w, const X& x, int t, const uint4* grid) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     u32 a[2][4];
@@ -121,8 +121,8 @@ struct Weight<Q8_0> {
       scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
+  template <int NT, class X>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
     scaled_blocks(acc, *this, x, t, grid);
   }
 };
@@ -156,8 +156,8 @@ struct Weight<FP8> {
     }
     scale[0] = scale[1] = exp2f((float)((s >> (8 * i)) & 255) - 127.f);
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
+  template <int NT, class X>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
     scaled_blocks(acc, *this, x, t, grid);
   }
 };
@@ -179,8 +179,8 @@ struct Weight<Q4_K> {
       super[r] = read4(w[r].supers);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
+  template <int NT, class X>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4*) {
     u32 scale[2][2], low[2][2];  // 6-bit scales and minima of the 8 sub-blocks, one a byte
     float d[2];
 #pragma unroll
@@ -239,8 +239,8 @@ struct Weight<Q2_K> {
       super[r] = read4(w[r].supers);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4*) {
+  template <int NT, class X>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4*) {
     float p[NT][4], minima[NT][4];
     clear(p);
     clear(minima);
@@ -309,8 +309,8 @@ struct Weight<IQ2_XXS> {
       scale[r] = half_bits(d[r]) * 0.125f * (float)(2 * (rest >> 28) + 1);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
+  template <int NT, class X>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
     scaled_blocks(acc, *this, x, t, grid);
   }
 };
@@ -347,8 +347,8 @@ struct Weight<MXFP4> {
       values(a[r][2], a[r][3], w >> 16, power);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* grid) {
+  template <int NT, class X>
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
 #pragma unroll
     for (int o = 0; o < 4; o++) {
       u32 a[2][4];

@@ -8,15 +8,45 @@
 
 namespace ds4 {
 
-struct TileStage {  // one unit
-  uint4 a[4][8][2][32];   // the registers of A: block, 16 weight rows, mma, lane
-  float2 scale[4][8][8];  // of rows g and g + 8
-  uint4 x[128][16];       // octets of the activation rows, in the places that tile_place says
-};
-
 // Where octet c of a row lies: a quarter of a warp, which reads c = b .. b + 3 (MXFP4: b, b + 4, b + 8, b + 12) of two
 // neighbouring rows at once, finds them in different banks.
 __device__ __forceinline__ int tile_place(int row, int c) { return c ^ ((c >> 3) & 1) ^ (6 * (row & 1)); }
+
+// Activation rows in shared memory, OCTETS each.
+template <int OCTETS>
+struct SharedRows {
+  const uint4* p;  // of row g
+  int g, first;    // the lane's first octet
+  __device__ __forceinline__ uint4 octet(int i, int column) const {
+    return p[8 * i * OCTETS + tile_place(g, first + column / 8)];
+  }
+};
+
+// acc += scales * (A B) for block i of a unit, MS tiles of 16 weight rows and NT of 8 columns, each read once.
+template <class W, int MS, int NT, class X>
+__device__ __forceinline__ void block_products(
+    float (&acc)[MS][NT][4], const u32 (&a)[MS][2][4], const float (&scale)[MS][2], const X& x, int i) {
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    const uint4 v = x.octet(n, (W::LANE_COLUMNS == 8 ? 32 : 8) * i);
+#pragma unroll
+    for (int m = 0; m < MS; m++) {
+      if (W::SCALED) {
+        float p[4];
+        block32(p, a[m], v);
+        add_scaled(acc[m][n], p, scale[m][0], scale[m][1]);
+      } else {
+        add_block(acc[m][n], a[m], v);
+      }
+    }
+  }
+}
+
+struct TileStage {  // one unit
+  uint4 a[4][8][2][32];   // the registers of A: block, 16 weight rows, mma, lane
+  float2 scale[4][8][8];  // of rows g and g + 8
+  uint4 x[128][16];       // octets of the activation rows, as SharedRows finds them
+};
 
 // acc of warp w: weight rows 32 (w % 4) + 16 r + ..., activation rows 64 (w / 4) + 8 i + ..., as `mma` lays them out.
 // `from`: the first weight row; x: column 0 of the first of 128 activation rows, which lie `pitch` apart.
@@ -26,7 +56,6 @@ __device__ __forceinline__ void tile_product(
     const uint4* grid) {
   typedef Weight<F> W;
   static_assert(W::UNIT == 128, "");
-  constexpr int STEP = W::LANE_COLUMNS == 8 ? 4 : 1;  // octets from a block to the next
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int units = K / 128;
   Planes mine[2];
@@ -82,6 +111,7 @@ __device__ __forceinline__ void tile_product(
       copy(other, next);
       load(next);
     }
+    const SharedRows<16> columns = {now.x[64 * (warp >> 2) + g], g, t * (W::LANE_COLUMNS / 8)};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (i >= 2) {  // the loads are there by now; behind the last unit, in vain: a branch would cost registers
@@ -89,7 +119,7 @@ __device__ __forceinline__ void tile_product(
         decode(other, 2 * i - 3);
       }
       u32 a[2][2][4];
-      float2 scale[2];
+      float scale[2][2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int tile = 2 * (warp & 3) + r;
@@ -98,23 +128,10 @@ __device__ __forceinline__ void tile_product(
           const uint4 v = now.a[i][tile][h][lane];
           a[r][0][2 * h] = v.x, a[r][1][2 * h] = v.y, a[r][0][2 * h + 1] = v.z, a[r][1][2 * h + 1] = v.w;
         }
-        if (W::SCALED) scale[r] = now.scale[i][tile][g];
+        const float2 both = now.scale[i][tile][g];
+        scale[r][0] = both.x, scale[r][1] = both.y;
       }
-      const uint4* const column = &now.x[64 * (warp >> 2) + g][tile_place(g, t * (W::LANE_COLUMNS / 8) + STEP * i)];
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        const uint4 v = column[n * 8 * 16];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          if (W::SCALED) {
-            float p[4];
-            block32(p, a[r], v);
-            add_scaled(acc[r][n], p, scale[r].x, scale[r].y);
-          } else {
-            add_block(acc[r][n], a[r], v);
-          }
-        }
-      }
+      block_products<W>(acc, a, scale, columns, i);
     }
     if (S > 1 && unit + S >= units) {  // the last unit of one of the S sums
 #pragma unroll

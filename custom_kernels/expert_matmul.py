@@ -16,6 +16,7 @@ Kernels, all within tolerance of the reference. With D distinct experts among th
   read the planes of D experts once (bytes a weight: quant_matmul.py), whatever number of rows chose them: the groups of
   an expert's first pair serve all. At one row of top-6, 5120 x 2304, gate/up IQ2_XXS, down Q2_K, shared Q8_0: 36 MB +
   36 MB in two launches.
+* CUDA: tensor cores instead (`_quant_cuda.py`, more rows `_expert_tile_cuda.py`), the bits of a row alone for any number.
 * `expert_gate_up_tile`, `expert_down_tile` (more rows): pairs sorted by expert on the device, tiles of 32 pairs x 64
   outputs by matrix units; an expert's planes are read once per 32 of its rows, experts without rows never. About ten
   small launches sort and count, two multiply, K + 1 add up; [N, K, in + out] in bfloat16 of memory.
@@ -31,7 +32,7 @@ import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
-from . import _quant_cuda
+from . import _expert_tile_cuda, _quant_cuda
 from ._case import Case
 from ._expert_sources import (
     DOWN_SOURCE,
@@ -136,8 +137,10 @@ def expert_swiglu(
     F = gate[1]["codes"].shape[-2]
     E = gate[1]["codes"].shape[0]
     if backend() == "cuda" and gate[0] == up[0] and _quant_cuda.takes(x, gate[0], x.shape[-1]):
-        pairs = None if few_pairs(N, K) else (plan or _plan(chosen, E))[:2]
-        return _quant_cuda.gate_up(x, gate[0], gate[1], up[1], chosen, weights, limit, pairs)
+        inputs = (x, gate[0], gate[1], up[1], chosen, weights, limit)
+        if few_pairs(N, K):
+            return _quant_cuda.gate_up_few(*inputs)
+        return _expert_tile_cuda.gate_up(*inputs, *(plan or _plan(chosen, E))[:2])
     words, wide = x_input(x)
     formats = [("FG", FORMAT_IDS[gate[0]]), ("FU", FORMAT_IDS[up[0]]), ("WIDE", wide)]
     planes = [*plane_inputs(*gate), *plane_inputs(*up)]
@@ -199,7 +202,7 @@ def expert_down(
             if shared is not None and not _quant_cuda.takes(shared[0], shared[1][0], shared[0].shape[-1]):
                 shared = quant_matmul(shared[0], *shared[1])
             return _quant_cuda.down_few(a, *down, chosen, shared)
-        return _sum(_quant_cuda.down_many(a, *down, (plan or _plan(chosen, E))[:2]), shared)
+        return _sum(_expert_tile_cuda.down(a, *down, *(plan or _plan(chosen, E))[:2]), shared)
     words, wide = x_input(a)
     formats = [("FORMAT", FORMAT_IDS[down[0]]), ("WIDE", wide)]
     planes = plane_inputs(*down)

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_ds4.custom_kernels import (
     _expand_cuda,
+    _expert_tile_cuda,
     _quant_cuda,
     _quant_group_cuda,
     expert_matmul,
@@ -192,11 +193,12 @@ def test_experts(traced, formats, rows):
         return run(lambda: _quant_cuda.dense(x, format, planes, groups=1, out_dtype=mx.bfloat16))
 
     def both(few: bool):
-        lists = None if few else plan
-        a = run(lambda: _quant_cuda.gate_up(x, formats[0], gate, up, chosen, weights, 10.0, lists))
+        inputs = (x, formats[0], gate, up, chosen, weights, 10.0)
         if few:
+            a = run(lambda: _quant_cuda.gate_up_few(*inputs))
             return a, run(lambda: _quant_cuda.down_few(a, formats[1], planes, chosen, shared))
-        y = run(lambda: _quant_cuda.down_many(a, formats[1], planes, plan))
+        a = run(lambda: _expert_tile_cuda.gate_up(*inputs, *plan))
+        y = run(lambda: _expert_tile_cuda.down(a, formats[1], planes, *plan))
         return a, expert_matmul._sum(y, shared, product)
 
     reference = expert_matmul.expert_swiglu_ref(x, (formats[0], gate), (formats[0], up), chosen, weights, limit=10.0)
@@ -210,6 +212,31 @@ def test_experts(traced, formats, rows):
         ready = product(shared[0], *shared[1])  # for a weight that tensor cores do not take
         added = run(lambda: _quant_cuda.down_few(many[0], formats[1], planes, chosen, ready))
         assert mx.array_equal(added, many[1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(9, 256, 160), (110, 1280, 32)])
+def test_many_rows_of_experts_have_the_bits_of_few(traced, format, rows, width, outputs):
+    """110 rows: one expert has them all, in three parts, one none, one a single row; sums of different lengths. A block
+    has 128 weight rows, so the last ones of 160 and most of 32 have none of their own."""
+    rng = np.random.default_rng(14)
+    E = 6
+    gate, up, down = (random_planes(rng, format, E, outputs, width) for _ in range(3))
+    x, a = rows_of(rows, width), rows_of(2 * rows, width, 1).reshape(rows, 2, width)
+    chosen = np.stack([np.full(rows, 2), rng.choice([0, 1, 3], rows)], axis=1).astype(np.int32)
+    chosen[5, 1] = 5
+    weights = mx.array(rng.random((rows, 2), dtype=np.float32))
+    order, starts = expert_matmul._plan(mx.array(chosen), E)[:2]
+    swiglu = run(lambda: _expert_tile_cuda.gate_up(x, format, gate, up, chosen, weights, 10.0, order, starts))
+    y = run(lambda: _expert_tile_cuda.down(a, format, down, order, starts))
+    assert not mx.any(mx.isnan(swiglu)) and not mx.any(mx.isnan(y))
+    for i in range(0, rows, 8):
+        some = slice(i, i + 8)
+        c = mx.array(chosen[some])
+        few = run(lambda s=some, c=c: _quant_cuda.gate_up_few(x[s], format, gate, up, c, weights[s], 10.0))
+        assert mx.array_equal(swiglu[some], few)
+        few = run(lambda s=some, c=c: _quant_cuda.down_few(a[s], format, down, c, None))
+        assert mx.array_equal(y[some].astype(mx.float32).sum(1).astype(mx.bfloat16), few)
 
 
 @pytest.mark.parametrize("formats", [("Q8_0", "Q8_0", "F32"), ("IQ2_XXS", "MXFP4", "Q8_0"), ("FP8", "FP8", "F16")])

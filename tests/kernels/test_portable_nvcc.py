@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _expand_cuda, _quant_cuda, _quant_group_cuda, _quant_tile_cuda
+from mlx_ds4.custom_kernels import _expand_cuda, _expert_tile_cuda, _quant_cuda, _quant_group_cuda, _quant_tile_cuda
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
@@ -221,11 +221,11 @@ def bodies_for_cuda_alone() -> None:
             wide = (mx.zeros((3, 4, 1024), dtype=mx.bfloat16), *streams[1:])
             last = (x, (format, random_planes(rng, format, 1024, 1024)))
             _expand_cuda.experts(a, (format, down), chosen, last, wide, **steps)
-            for pairs in (None, plan):
-                _quant_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, pairs)
+            _quant_cuda.gate_up_few(x, format, up, up, chosen, weights, 10.0)
+            _expert_tile_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, *plan)
             for shared in (None, x, last):
                 _quant_cuda.down_few(a, format, down, chosen, shared)
-            _quant_cuda.down_many(a, format, down, plan)
+            _expert_tile_cuda.down(a, format, down, *plan)
 
 
 @pytest.mark.slow
@@ -241,8 +241,9 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         bodies_for_cuda_alone()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own = _quant_cuda.HEADER
-    others = (_quant_group_cuda.HEADER, _expand_cuda.HEADER, _quant_tile_cuda.HEADER)
-    texts = [MLX, own, *[head.removeprefix(own) for head in others]]
+    tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
+    others = (_quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile)
+    texts = [MLX, own, *[head.removeprefix(own) for head in others[:3]], expert_tile.removeprefix(tile)]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
         assert head in (own, *others)

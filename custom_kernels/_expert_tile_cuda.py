@@ -1,0 +1,147 @@
+"""CUDA bodies of the experts' products of many rows: pairs sorted by expert, 128 weight rows by 48 pairs a block.
+
+A weight is decoded once for 48 pairs, and the pairs' rows cross the L2 cache once for 128 weight rows; the order of
+sums is that of the few rows' kernels (`_quant_cuda.py`), so are the bits.
+
+Estimate for 2,048 rows, top 6 of 384 (32 pairs an expert, rarely more than 48), matrices of 5120 x 2304, on an H200:
+gate and up in IQ2_XXS take 36 cycles of shared memory for 512 weights (24 for the grid, 12 for the columns, which both
+read), 2.8 ms; down in Q2_K 38 of the tensor cores, half of them for minima, 1.5 ms. Activations cross L2 18 and 40
+times, 2.3 GB each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ._kernel import Kernel
+from ._octet import FORMAT_IDS, ceil_div
+from ._quant_cuda import planes_of
+from ._quant_tile_cuda import HEADER as TILE_HEADER
+
+HEADER = TILE_HEADER + (Path(__file__).parent / "_expert_tile.h").read_text()
+
+_WARPS = 8
+_TILES = 6  # of 8 pairs
+
+_START = """
+    using namespace ds4;
+    const int expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
+    if (begin == end) return;
+    __shared__ uint4 grid_s[F == IQ2_XXS ? 256 : 1];
+    if (F == IQ2_XXS) {
+      stage_grid(grid_s);
+      __syncthreads();
+    }
+    __shared__ uint4 stages[2 * 8 * NT * (Weight<F>::UNIT / 8)];
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = 8 * blockIdx.x + (threadIdx.x >> 5);
+"""
+
+_GATE_UP_SOURCE = (
+    """
+    // Block (i, expert): gate and up in rows 128 i .. for all pairs of the expert, 8 NT of them at a time.
+"""
+    + _START
+    + """
+    const Planes w[2] = {
+        {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
+        {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
+    const float LIMIT = __int_as_float(LIMIT_BITS);
+    const int K = x_shape[1], N = codes1_shape[1];
+    for (int at = begin; at < end; at += 8 * NT) {
+      const int count = min(8 * NT, end - at);
+      float sum[2][NT][4];
+      expert_product<F, NT, 2, false>(
+          sum, stages, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
+          [&](int column) { return (size_t)(order[at + min(column, count - 1)] / SLOTS); }, grid_s);
+#pragma unroll
+      for (int i = 0; i < NT; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          const int n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
+          if (n >= count || r >= N) continue;
+          const int pair = order[at + n];
+          const float a = fminf(round_bf16(sum[0][i][c]), LIMIT);
+          const float b = fminf(fmaxf(round_bf16(sum[1][i][c]), -LIMIT), LIMIT);
+          y[(size_t)pair * N + r] = bf16(weights[pair] * (a / (1.f + expf(-a)) * b));
+        }
+    }
+"""
+)
+
+_DOWN_SOURCE = (
+    """
+    // Block (i, expert): outputs 128 i .. for all pairs of the expert, 8 NT of them at a time; slots are summed later.
+"""
+    + _START
+    + """
+    const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
+    const int K = x_shape[1], N = codes_shape[1];
+    for (int at = begin; at < end; at += 8 * NT) {
+      const int count = min(8 * NT, end - at);
+      float sum[1][NT][4];
+      expert_product<F, NT, 1, true>(
+          sum, stages, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
+          [&](int column) { return (size_t)order[at + min(column, count - 1)]; }, grid_s);
+#pragma unroll
+      for (int i = 0; i < NT; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          const int n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
+          if (n < count && r < N) y[(size_t)order[at + n] * N + r] = bf16(sum[0][i][c]);
+        }
+    }
+"""
+)
+
+
+def _kernel(name: str, inputs: list[str], source: str) -> Kernel:
+    return Kernel(
+        name, inputs, ["y"], None, cuda_source=source, cuda_header=HEADER, exact=False, family="expert_matmul"
+    )
+
+
+_ONE = ["codes", "scales", "supers"]
+_TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
+_gate_up = _kernel("expert_swiglu_many_mma", ["x", *_TWO, "order", "start", "weights"], _GATE_UP_SOURCE)
+_down = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_SOURCE)
+
+
+def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -> mx.array:
+    """As `_quant_cuda.gate_up_few`, for any number of pairs: `order` sorts them by expert, those of each begin at
+    `starts` (`expert_matmul.Plan`)."""
+    (E, F, _), slots = gate["codes"].shape, chosen.shape[1]
+    bits = int(np.float32(limit).view(np.int32))
+    return _launch(
+        _gate_up,
+        [x, *planes_of(gate), *planes_of(up), order, starts, weights.reshape(-1)],
+        [("F", FORMAT_IDS[format]), ("SLOTS", slots), ("NT", _TILES), ("LIMIT_BITS", bits)],
+        (E, F),
+        (*chosen.shape, F),
+    )
+
+
+def down(a, format, planes, order, starts) -> mx.array:
+    """The experts' outputs of every pair, rounded: a [rows, slots, F] -> bfloat16 [rows, slots, C]."""
+    E, C, _ = planes["codes"].shape
+    return _launch(
+        _down,
+        [a.reshape(-1, a.shape[-1]), *planes_of(planes), order, starts],
+        [("F", FORMAT_IDS[format]), ("NT", _TILES)],
+        (E, C),
+        (*a.shape[:2], C),
+    )
+
+
+def _launch(kernel: Kernel, inputs, template, sizes: tuple[int, int], shape: tuple[int, ...]) -> mx.array:
+    experts, outputs = sizes
+    return kernel(
+        inputs=inputs,
+        template=template,
+        grid=(ceil_div(outputs, 16 * _WARPS) * 32 * _WARPS, experts, 1),
+        threadgroup=(32 * _WARPS, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[mx.bfloat16],
+    )[0]
