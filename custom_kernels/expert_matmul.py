@@ -16,7 +16,7 @@ Kernels, all within tolerance of the reference. With D distinct experts among th
   read the planes of D experts once (bytes a weight: quant_matmul.py), whatever number of rows chose them: the groups of
   an expert's first pair serve all. At one row of top-6, 5120 x 2304, gate/up IQ2_XXS, down Q2_K, shared Q8_0: 36 MB +
   36 MB in two launches.
-* CUDA: tensor cores instead (`_quant_cuda.py`, more rows `_expert_tile_cuda.py`), the bits of a row alone for any number.
+* CUDA: tensor cores instead (`_quant_cuda.py`, more rows `_expert_tile_cuda.py`), a row's bits the same for any number.
 * `expert_gate_up_tile`, `expert_down_tile` (more rows): pairs sorted by expert on the device, tiles of 32 pairs x 64
   outputs by matrix units; an expert's planes are read once per 32 of its rows, experts without rows never. About ten
   small launches sort and count, two multiply, K + 1 add up; [N, K, in + out] in bfloat16 of memory.
