@@ -15,28 +15,42 @@ COLLAPSE_SOURCE = """
     }
 """
 
-# One row, collapsed and normed by the SG simdgroups of a threadgroup.
+# One row, collapsed and normed by the SG simdgroups of a threadgroup. All loads come before the first value is needed,
+# and none is conditional: behind one another they would cost a row alone more than everything else.
 _COLLAPSE_NORM = """
+    constexpr int VALUES = (C + 32 * SG - 1) / (32 * SG);
     float weights[M];
     for (uint j = 0; j < uint(M); j++) weights[j] = pre[row * uint(M) + j];
+    float streams[VALUES * M];
+    float gains[VALUES];
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        uint c = t + 32u * uint(SG) * i;
+        if (C % (32 * SG) != 0) c = metal::min(c, uint(C - 1));
+        gains[i] = float(weight[c]);
+        for (uint j = 0; j < uint(M); j++)
+            streams[i * uint(M) + j] = float(h[ulong(row) * ulong(M * C) + ulong(c) + ulong(j * uint(C))]);
+    }
+    float collapsed[VALUES];
     float squares = 0.0f;
-    float scale = 0.0f;
-    for (int pass = 0; pass < 2; pass++) {
-        for (uint c = t; c < uint(C); c += 32u * uint(SG)) {
-            ulong at = ulong(row) * ulong(M * C) + ulong(c);
-            float sum = weights[0] * float(h[at]);
-            for (uint j = 1; j < uint(M); j++) sum = metal::fma(weights[j], float(h[at + ulong(j) * ulong(C)]), sum);
-            float v = float(bfloat16_t(sum));
-            if (pass == 0) squares += v * v;
-            else x[ulong(row) * ulong(C) + ulong(c)] = bfloat16_t(float(weight[c]) * (v * scale));
-        }
-        if (pass == 0) {
-            squares = simd_sum(squares);
-            if (lane == 0) part[simdgroup] = squares;
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
-            scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
-        }
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        float sum = weights[0] * streams[i * uint(M)];
+        for (uint j = 1; j < uint(M); j++) sum = metal::fma(weights[j], streams[i * uint(M) + j], sum);
+        bool inside = C % (32 * SG) == 0 || t + 32u * uint(SG) * i < uint(C);
+        collapsed[i] = inside ? float(bfloat16_t(sum)) : 0.0f;
+        squares += collapsed[i] * collapsed[i];
+    }
+    squares = simd_sum(squares);
+    if (lane == 0) part[simdgroup] = squares;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
+    float scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        uint c = t + 32u * uint(SG) * i;
+        if (C % (32 * SG) == 0 || c < uint(C))
+            x[ulong(row) * ulong(C) + ulong(c)] = bfloat16_t(gains[i] * (collapsed[i] * scale));
     }
 """
 
@@ -50,8 +64,7 @@ _THREADS = """
 
 COLLAPSE_NORM_SOURCE = (
     """
-    // A threadgroup of SG simdgroups owns one row; thread t owns the channels t, t + 32 SG, ... and works a channel
-    // out twice, as reading M streams again from cache is cheaper than keeping them.
+    // A threadgroup of SG simdgroups owns one row; thread t owns the channels t, t + 32 SG, ...
 """
     + _THREADS
     + _COLLAPSE_NORM
@@ -60,9 +73,9 @@ COLLAPSE_NORM_SOURCE = (
 SITE_SOURCE = (
     """
     // Threadgroups of SG simdgroups. Each of the first rows of h [N, M, C] has one: thread t owns the channels t,
-    // t + 32 SG, ... and works a channel out twice, as reading M streams again from cache is cheaper than keeping them.
-    // Then come (tile, part): one part of M C products for R rows of h and all O rows of fn [O, M C]. A simdgroup sums
-    // SLOTS outputs at a time; output O is the sum of squares. Lane l takes every 32nd product, from l on.
+    // t + 32 SG, ... Then come (tile, part, share): one part of M C products for R rows of h and every SPREADth run of
+    // SLOTS outputs; the runs are dealt out to simdgroups. Output o < O is row o of fn [O, M C], output O is the sum of
+    // squares. Lane l takes every 32nd product, from l on, and reads DEPTH of them ahead.
 """
     + _THREADS
     + """
@@ -73,23 +86,43 @@ SITE_SOURCE = (
     + """
         return;
     }
-    uint chunk = (row - rows) % uint(PARTS);
-    uint row0 = (row - rows) / uint(PARTS) * uint(R);
+    constexpr int STEPS = CHUNK / 32;
+    constexpr bool WHOLE = M * C == PARTS * CHUNK && STEPS % DEPTH == 0;  // no part is short
+    uint share = (row - rows) % uint(SPREAD);
+    uint chunk = (row - rows) / uint(SPREAD) % uint(PARTS);
+    uint row0 = (row - rows) / uint(SPREAD * PARTS) * uint(R);
+    ulong from[R];
+    for (uint r = 0; r < uint(R); r++) from[r] = ulong(metal::min(row0 + r, rows - 1u)) * ulong(M * C);
     uint end = metal::min(uint(M * C), (chunk + 1u) * uint(CHUNK));
-    for (uint output0 = simdgroup * uint(SLOTS); output0 <= uint(O); output0 += uint(SG * SLOTS)) {
+    for (uint run = simdgroup * uint(SPREAD) + share; run * uint(SLOTS) <= uint(O); run += uint(SG * SPREAD)) {
+        uint output0 = run * uint(SLOTS);
         float sums[R * SLOTS];
         for (int i = 0; i < R * SLOTS; i++) sums[i] = 0.0f;
-        for (uint k = chunk * uint(CHUNK) + lane; k < end; k += 32u) {
-            float w[SLOTS];
-            for (uint o = 0; o < uint(SLOTS); o++)
-                w[o] = output0 + o < uint(O) ? float(fn[(output0 + o) * uint(M * C) + k]) : 0.0f;
-            for (uint r = 0; r < uint(R); r++) {
-                float v = row0 + r < rows ? float(h[ulong(row0 + r) * ulong(M * C) + ulong(k)]) : 0.0f;
-                for (uint o = 0; o < uint(SLOTS); o++) {
-                    float other = output0 + o == uint(O) ? v : w[o];
-                    sums[r * uint(SLOTS) + o] = metal::fma(v, other, sums[r * uint(SLOTS) + o]);
+        uint k = chunk * uint(CHUNK) + lane;
+        for (int step = 0; step < STEPS; step += DEPTH) {
+            float v[DEPTH * R];
+            float w[DEPTH * SLOTS];
+            #pragma unroll
+            for (uint d = 0; d < uint(DEPTH); d++) {  // beyond the last row, output or product: read it again
+                ulong at = ulong(k) + ulong(32u * d);
+                if (!WHOLE) at = metal::min(at, ulong(M * C - 1));
+                for (uint r = 0; r < uint(R); r++) v[d * uint(R) + r] = float(h[from[r] + at]);
+                for (uint o = 0; o < uint(SLOTS); o++)
+                    w[d * uint(SLOTS) + o] = float(fn[ulong(metal::min(output0 + o, uint(O - 1)) * uint(M * C)) + at]);
+            }
+            #pragma unroll
+            for (uint d = 0; d < uint(DEPTH); d++) {
+                if (WHOLE || k + 32u * d < end) {
+                    for (uint r = 0; r < uint(R); r++) {
+                        for (uint o = 0; o < uint(SLOTS); o++) {
+                            float one = v[d * uint(R) + r];
+                            float other = output0 + o == uint(O) ? one : w[d * uint(SLOTS) + o];
+                            sums[r * uint(SLOTS) + o] = metal::fma(one, other, sums[r * uint(SLOTS) + o]);
+                        }
+                    }
                 }
             }
+            k += 32u * uint(DEPTH);
         }
         for (uint r = 0; r < uint(R); r++) {
             for (uint o = 0; o < uint(SLOTS); o++) {

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _expand_cuda, _quant_cuda, _quant_group_cuda
+from mlx_ds4.custom_kernels import _expand_cuda, _hyper_cuda, _quant_cuda, _quant_group_cuda, hyper_connection
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
@@ -195,6 +195,7 @@ def bodies_for_cuda_alone() -> None:
     rng = np.random.default_rng(0)
     x, many = (mx.zeros((rows, 1024), dtype=mx.bfloat16) for rows in (3, 40))
     chosen, weights = mx.zeros((3, 2), dtype=mx.int32), mx.zeros((3, 2))
+    hyper_connection._many_dots(mx.zeros((40, 4, 64), dtype=mx.bfloat16), mx.zeros((24, 256)))
     plan = (mx.zeros(6, dtype=mx.int32), mx.zeros(4, dtype=mx.int32))
     for format in ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8"):
         planes = random_planes(rng, format, 64, 1024)
@@ -239,10 +240,10 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         bodies_for_cuda_alone()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own = _quant_cuda.HEADER
-    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own)]
+    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), _hyper_cuda.HEADER]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
-        assert head in (own, _quant_group_cuda.HEADER, _expand_cuda.HEADER)
+        assert head in (own, _quant_group_cuda.HEADER, _expand_cuda.HEADER, _hyper_cuda.HEADER)
         texts.append(function(launch.kernel, launch, f"k{i}", body))
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
