@@ -174,18 +174,26 @@ inline void hyper_coefficients(D dots, B base, S scale, E eps, float width, uint
     if (lane < outputs) to[o] = o >= uint(2 * M) ? g : o < uint(M) ? gate + eps[0] : 2.0f * gate;
 }
 
-// One channel of a row in all M streams: `at` is its place in the first of them, C the distance to the next.
-template <int M, int C, typename H>
-inline void hyper_expand(H h, const threadgroup float* coefficients, float added, ulong at,
+// One channel in all M streams, of a row that was read: `at` is its place in the first of them, C the distance to the
+// next.
+template <int M, int C>
+inline void hyper_spread(const thread float* streams, const threadgroup float* coefficients, float added, ulong at,
                          device bfloat16_t* expanded) {
-    float streams[M];
-    for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
     for (uint k = 0; k < uint(M); k++) {
         float sum = coefficients[uint(2 * M) + k] * streams[0];
         for (uint j = 1; j < uint(M); j++)
             sum = metal::fma(coefficients[uint(2 * M) + j * uint(M) + k], streams[j], sum);
         expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(coefficients[uint(M) + k], added, sum));
     }
+}
+
+// The same, of a row that is yet to be read.
+template <int M, int C, typename H>
+inline void hyper_expand(H h, const threadgroup float* coefficients, float added, ulong at,
+                         device bfloat16_t* expanded) {
+    float streams[M];
+    for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
+    hyper_spread<M, C>(streams, coefficients, added, at, expanded);
 }
 
 // Value i of a row's coefficients, to where it is kept for the next site and for looking at.
@@ -198,18 +206,38 @@ inline void hyper_keep(float value, uint row, uint i, device float* pre, device 
 """
 
 EXPAND_SOURCE = """
-    // A threadgroup owns every GROUPSth run of 256 channels of one row (grid y); its first simdgroup makes the row's
-    // coefficients. A thread owns its channels in all M streams.
-    threadgroup float coefficients[2 * M + M * M];
+    // A threadgroup owns every GROUPSth run of 256 channels of ROWS rows (grid y); simdgroup r makes the coefficients of
+    // row r. A thread owns its channels in all M streams, and reads all of a row before it writes any.
+    constexpr int SIZE = 2 * M + M * M;
+    constexpr int VALUES = (C + 256 * GROUPS - 1) / (256 * GROUPS);
+    threadgroup float coefficients[ROWS * (2 * M + M * M)];
     uint t = thread_index_in_threadgroup;
-    uint row = threadgroup_position_in_grid.y;
+    uint simdgroup = simdgroup_index_in_threadgroup;
+    uint rows = uint(h_shape[0]);
+    uint row0 = threadgroup_position_in_grid.y * uint(ROWS);
     uint group = threadgroup_position_in_grid.x;
-    if (simdgroup_index_in_threadgroup == 0)
-        hyper_coefficients<M, PARTS, ITERS>(dots, base, scale, eps, float(M * C), row, thread_index_in_simdgroup,
-                                            coefficients);
+    if (simdgroup < uint(ROWS) && row0 + simdgroup < rows)  // the same for a simdgroup
+        hyper_coefficients<M, PARTS, ITERS>(dots, base, scale, eps, float(M * C), row0 + simdgroup,
+                                            thread_index_in_simdgroup, coefficients + simdgroup * uint(SIZE));
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (group == 0 && t < uint(2 * M + M * M)) hyper_keep<M>(coefficients[t], row, t, pre, post, comb);
-    for (uint c = group * 256u + t; c < uint(C); c += 256u * uint(GROUPS))
-        hyper_expand<M, C>(h, coefficients, float(y[ulong(row) * ulong(C) + ulong(c)]),
-                           ulong(row) * ulong(M * C) + ulong(c), expanded);
+    if (group == 0 && t < uint(ROWS * SIZE) && row0 + t / uint(SIZE) < rows)
+        hyper_keep<M>(coefficients[t], row0 + t / uint(SIZE), t % uint(SIZE), pre, post, comb);
+    for (uint r = 0; r < uint(ROWS) && row0 + r < rows; r++) {
+        float streams[VALUES * M];
+        float added[VALUES];
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++) {
+            uint c = metal::min((group + uint(GROUPS) * i) * 256u + t, uint(C - 1));
+            added[i] = float(y[ulong(row0 + r) * ulong(C) + ulong(c)]);
+            for (uint j = 0; j < uint(M); j++)
+                streams[i * uint(M) + j] = float(h[ulong(row0 + r) * ulong(M * C) + ulong(c + j * uint(C))]);
+        }
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++) {
+            uint c = (group + uint(GROUPS) * i) * 256u + t;
+            if (c < uint(C))
+                hyper_spread<M, C>(streams + i * uint(M), coefficients + r * uint(SIZE), added[i],
+                                   ulong(row0 + r) * ulong(M * C) + ulong(c), expanded);
+        }
+    }
 """

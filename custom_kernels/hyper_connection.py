@@ -16,8 +16,8 @@ A site takes two launches, where the mix, the split, the collapse, the norm and 
 * `site`: the products fn . h and the sum of squares in `_PARTS` partial sums, and in other threadgroups of the same
   grid the input of the sublayer, which needs the previous site's `pre` only. Bytes: fn once for eight rows, h twice
   (the second time from cache). Many rows on CUDA take a launch for each of the two: see `_hyper_cuda.py`.
-* `expand`: every threadgroup adds the partial sums of its row and makes the coefficients anew, about 3,000 cycles of
-  one simdgroup that a launch of their own would take as well. Bytes: y, h in, h out; partial sums from cache.
+* `expand`: every threadgroup adds the partial sums of its rows and makes the coefficients anew, about 3,000 cycles of
+  one simdgroup a row that a launch of their own would take as well. Bytes: y, h in, h out; partial sums from cache.
 
 Within tolerance of the references. A row's bits do not depend on the rows beside it.
 """
@@ -171,15 +171,16 @@ def expand(
     if M not in (1, 2, 4) or not _use_kernel(h):  # the coefficients are found by walks over powers of two in 32 lanes
         return expand_ref(y, h, dots, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
     N = prod(leading)
-    groups = -(-C // (256 if N <= _TILE else 2048))  # many rows keep a GPU busy without finding coefficients so often
+    rows, run = (1, 256) if N <= _TILE else (8, 2048)  # many rows: eight are found coefficients at a time
+    groups = -(-C // run)
     return tuple(
         _expand_kernel(
-            inputs=[y, h, dots, base, scale, floats(eps, norm_eps)],
+            inputs=[y, h.reshape(N, M, C), dots, base, scale, floats(eps, norm_eps)],
             template=[
                 *[("M", M), ("C", C), ("PARTS", dots.shape[-2]), ("ITERS", iters)],
-                ("GROUPS", groups),
+                *[("GROUPS", groups), ("ROWS", rows)],
             ],
-            grid=(groups * 256, N, 1),
+            grid=(groups * 256, -(-N // rows), 1),
             threadgroup=(256, 1, 1),
             output_shapes=[h.shape, (*leading, M), (*leading, M), (*leading, M, M)],
             output_dtypes=[mx.bfloat16] + [mx.float32] * 3,
@@ -313,6 +314,7 @@ def cases() -> list[Case]:
         case("site", 19, 2, 33),  # many rows
         case("site", 2, 3, 1000),
         case("expand", 3, 2, 300),  # two groups a row
+        case("expand", 11, 4, 40),  # a short tile of many rows
         case("expand", 2, 1, 5),
         *[case(name, 1, 4, 5120, large=True) for name in ops],
         *[case(name, 512, 4, 5120, large=True) for name in ops],

@@ -54,7 +54,8 @@ MUTATIONS = [
     ("hyper_connection_site", "k + 32u * d < end", "true", "wrong result"),  # products of the next part
     ("hyper_connection_site", "|| t + 32u * uint(SG) * i < uint(C)", "|| true", "wrong result"),
     ("hyper_connection_expand", "if (lane < outputs) m +=", "m +=", "out-of-bounds"),  # lanes without an output
-    ("hyper_connection_expand", "c < uint(C);", "c < uint(C) + 256u;", "race"),
+    ("hyper_connection_expand", "if (c < uint(C))", "if (true)", "race"),
+    ("hyper_connection_expand", ", uint(C - 1));", ", 4000u);", "out-of-bounds"),
     ("hyper_connection_expand", "group == 0 && t", "t", "race"),
     ("hyper_connection_expand", "i < ITERS", "i < 2", "wrong result"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
