@@ -15,28 +15,42 @@ COLLAPSE_SOURCE = """
     }
 """
 
-# One row, collapsed and normed by the SG simdgroups of a threadgroup.
+# One row, collapsed and normed by the SG simdgroups of a threadgroup. All loads come before the first value is needed,
+# and none is conditional: behind one another they would cost a row alone more than everything else.
 _COLLAPSE_NORM = """
+    constexpr int VALUES = (C + 32 * SG - 1) / (32 * SG);
     float weights[M];
     for (uint j = 0; j < uint(M); j++) weights[j] = pre[row * uint(M) + j];
+    float streams[VALUES * M];
+    float gains[VALUES];
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        uint c = t + 32u * uint(SG) * i;
+        if (C % (32 * SG) != 0) c = metal::min(c, uint(C - 1));
+        gains[i] = float(weight[c]);
+        for (uint j = 0; j < uint(M); j++)
+            streams[i * uint(M) + j] = float(h[ulong(row) * ulong(M * C) + ulong(c) + ulong(j * uint(C))]);
+    }
+    float collapsed[VALUES];
     float squares = 0.0f;
-    float scale = 0.0f;
-    for (int pass = 0; pass < 2; pass++) {
-        for (uint c = t; c < uint(C); c += 32u * uint(SG)) {
-            ulong at = ulong(row) * ulong(M * C) + ulong(c);
-            float sum = weights[0] * float(h[at]);
-            for (uint j = 1; j < uint(M); j++) sum = metal::fma(weights[j], float(h[at + ulong(j) * ulong(C)]), sum);
-            float v = float(bfloat16_t(sum));
-            if (pass == 0) squares += v * v;
-            else x[ulong(row) * ulong(C) + ulong(c)] = bfloat16_t(float(weight[c]) * (v * scale));
-        }
-        if (pass == 0) {
-            squares = simd_sum(squares);
-            if (lane == 0) part[simdgroup] = squares;
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-            squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
-            scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
-        }
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        float sum = weights[0] * streams[i * uint(M)];
+        for (uint j = 1; j < uint(M); j++) sum = metal::fma(weights[j], streams[i * uint(M) + j], sum);
+        bool inside = C % (32 * SG) == 0 || t + 32u * uint(SG) * i < uint(C);
+        collapsed[i] = inside ? float(bfloat16_t(sum)) : 0.0f;
+        squares += collapsed[i] * collapsed[i];
+    }
+    squares = simd_sum(squares);
+    if (lane == 0) part[simdgroup] = squares;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
+    float scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        uint c = t + 32u * uint(SG) * i;
+        if (C % (32 * SG) == 0 || c < uint(C))
+            x[ulong(row) * ulong(C) + ulong(c)] = bfloat16_t(gains[i] * (collapsed[i] * scale));
     }
 """
 
@@ -50,8 +64,7 @@ _THREADS = """
 
 COLLAPSE_NORM_SOURCE = (
     """
-    // A threadgroup of SG simdgroups owns one row; thread t owns the channels t, t + 32 SG, ... and works a channel
-    // out twice, as reading M streams again from cache is cheaper than keeping them.
+    // A threadgroup of SG simdgroups owns one row; thread t owns the channels t, t + 32 SG, ...
 """
     + _THREADS
     + _COLLAPSE_NORM
@@ -60,9 +73,9 @@ COLLAPSE_NORM_SOURCE = (
 SITE_SOURCE = (
     """
     // Threadgroups of SG simdgroups. Each of the first rows of h [N, M, C] has one: thread t owns the channels t,
-    // t + 32 SG, ... and works a channel out twice, as reading M streams again from cache is cheaper than keeping them.
-    // Then come (tile, part): one part of M C products for R rows of h and all O rows of fn [O, M C]. A simdgroup sums
-    // SLOTS outputs at a time; output O is the sum of squares. Lane l takes every 32nd product, from l on.
+    // t + 32 SG, ... Then come (tile, part, share): one part of M C products for R rows of h and every SPREADth run of
+    // SLOTS outputs; the runs are dealt out to simdgroups. Output o < O is row o of fn [O, M C], output O is the sum of
+    // squares. Lane l takes every 32nd product, from l on, and reads DEPTH of them ahead.
 """
     + _THREADS
     + """
@@ -73,23 +86,43 @@ SITE_SOURCE = (
     + """
         return;
     }
-    uint chunk = (row - rows) % uint(PARTS);
-    uint row0 = (row - rows) / uint(PARTS) * uint(R);
+    constexpr int STEPS = CHUNK / 32;
+    constexpr bool WHOLE = M * C == PARTS * CHUNK && STEPS % DEPTH == 0;  // no part is short
+    uint share = (row - rows) % uint(SPREAD);
+    uint chunk = (row - rows) / uint(SPREAD) % uint(PARTS);
+    uint row0 = (row - rows) / uint(SPREAD * PARTS) * uint(R);
+    ulong from[R];
+    for (uint r = 0; r < uint(R); r++) from[r] = ulong(metal::min(row0 + r, rows - 1u)) * ulong(M * C);
     uint end = metal::min(uint(M * C), (chunk + 1u) * uint(CHUNK));
-    for (uint output0 = simdgroup * uint(SLOTS); output0 <= uint(O); output0 += uint(SG * SLOTS)) {
+    for (uint run = simdgroup * uint(SPREAD) + share; run * uint(SLOTS) <= uint(O); run += uint(SG * SPREAD)) {
+        uint output0 = run * uint(SLOTS);
         float sums[R * SLOTS];
         for (int i = 0; i < R * SLOTS; i++) sums[i] = 0.0f;
-        for (uint k = chunk * uint(CHUNK) + lane; k < end; k += 32u) {
-            float w[SLOTS];
-            for (uint o = 0; o < uint(SLOTS); o++)
-                w[o] = output0 + o < uint(O) ? float(fn[(output0 + o) * uint(M * C) + k]) : 0.0f;
-            for (uint r = 0; r < uint(R); r++) {
-                float v = row0 + r < rows ? float(h[ulong(row0 + r) * ulong(M * C) + ulong(k)]) : 0.0f;
-                for (uint o = 0; o < uint(SLOTS); o++) {
-                    float other = output0 + o == uint(O) ? v : w[o];
-                    sums[r * uint(SLOTS) + o] = metal::fma(v, other, sums[r * uint(SLOTS) + o]);
+        uint k = chunk * uint(CHUNK) + lane;
+        for (int step = 0; step < STEPS; step += DEPTH) {
+            float v[DEPTH * R];
+            float w[DEPTH * SLOTS];
+            #pragma unroll
+            for (uint d = 0; d < uint(DEPTH); d++) {  // beyond the last row, output or product: read it again
+                ulong at = ulong(k) + ulong(32u * d);
+                if (!WHOLE) at = metal::min(at, ulong(M * C - 1));
+                for (uint r = 0; r < uint(R); r++) v[d * uint(R) + r] = float(h[from[r] + at]);
+                for (uint o = 0; o < uint(SLOTS); o++)
+                    w[d * uint(SLOTS) + o] = float(fn[ulong(metal::min(output0 + o, uint(O - 1)) * uint(M * C)) + at]);
+            }
+            #pragma unroll
+            for (uint d = 0; d < uint(DEPTH); d++) {
+                if (WHOLE || k + 32u * d < end) {
+                    for (uint r = 0; r < uint(R); r++) {
+                        for (uint o = 0; o < uint(SLOTS); o++) {
+                            float one = v[d * uint(R) + r];
+                            float other = output0 + o == uint(O) ? one : w[d * uint(SLOTS) + o];
+                            sums[r * uint(SLOTS) + o] = metal::fma(one, other, sums[r * uint(SLOTS) + o]);
+                        }
+                    }
                 }
             }
+            k += 32u * uint(DEPTH);
         }
         for (uint r = 0; r < uint(R); r++) {
             for (uint o = 0; o < uint(SLOTS); o++) {
@@ -141,18 +174,26 @@ inline void hyper_coefficients(D dots, B base, S scale, E eps, float width, uint
     if (lane < outputs) to[o] = o >= uint(2 * M) ? g : o < uint(M) ? gate + eps[0] : 2.0f * gate;
 }
 
-// One channel of a row in all M streams: `at` is its place in the first of them, C the distance to the next.
-template <int M, int C, typename H>
-inline void hyper_expand(H h, const threadgroup float* coefficients, float added, ulong at,
+// One channel in all M streams, of a row that was read: `at` is its place in the first of them, C the distance to the
+// next.
+template <int M, int C>
+inline void hyper_spread(const thread float* streams, const threadgroup float* coefficients, float added, ulong at,
                          device bfloat16_t* expanded) {
-    float streams[M];
-    for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
     for (uint k = 0; k < uint(M); k++) {
         float sum = coefficients[uint(2 * M) + k] * streams[0];
         for (uint j = 1; j < uint(M); j++)
             sum = metal::fma(coefficients[uint(2 * M) + j * uint(M) + k], streams[j], sum);
         expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(coefficients[uint(M) + k], added, sum));
     }
+}
+
+// The same, of a row that is yet to be read.
+template <int M, int C, typename H>
+inline void hyper_expand(H h, const threadgroup float* coefficients, float added, ulong at,
+                         device bfloat16_t* expanded) {
+    float streams[M];
+    for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
+    hyper_spread<M, C>(streams, coefficients, added, at, expanded);
 }
 
 // Value i of a row's coefficients, to where it is kept for the next site and for looking at.
@@ -165,18 +206,38 @@ inline void hyper_keep(float value, uint row, uint i, device float* pre, device 
 """
 
 EXPAND_SOURCE = """
-    // A threadgroup owns every GROUPSth run of 256 channels of one row (grid y); its first simdgroup makes the row's
-    // coefficients. A thread owns its channels in all M streams.
-    threadgroup float coefficients[2 * M + M * M];
+    // A threadgroup owns every GROUPSth run of 256 channels of ROWS rows (grid y); simdgroup r makes the coefficients of
+    // row r. A thread owns its channels in all M streams, and reads all of a row before it writes any.
+    constexpr int SIZE = 2 * M + M * M;
+    constexpr int VALUES = (C + 256 * GROUPS - 1) / (256 * GROUPS);
+    threadgroup float coefficients[ROWS * (2 * M + M * M)];
     uint t = thread_index_in_threadgroup;
-    uint row = threadgroup_position_in_grid.y;
+    uint simdgroup = simdgroup_index_in_threadgroup;
+    uint rows = uint(h_shape[0]);
+    uint row0 = threadgroup_position_in_grid.y * uint(ROWS);
     uint group = threadgroup_position_in_grid.x;
-    if (simdgroup_index_in_threadgroup == 0)
-        hyper_coefficients<M, PARTS, ITERS>(dots, base, scale, eps, float(M * C), row, thread_index_in_simdgroup,
-                                            coefficients);
+    if (simdgroup < uint(ROWS) && row0 + simdgroup < rows)  // the same for a simdgroup
+        hyper_coefficients<M, PARTS, ITERS>(dots, base, scale, eps, float(M * C), row0 + simdgroup,
+                                            thread_index_in_simdgroup, coefficients + simdgroup * uint(SIZE));
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (group == 0 && t < uint(2 * M + M * M)) hyper_keep<M>(coefficients[t], row, t, pre, post, comb);
-    for (uint c = group * 256u + t; c < uint(C); c += 256u * uint(GROUPS))
-        hyper_expand<M, C>(h, coefficients, float(y[ulong(row) * ulong(C) + ulong(c)]),
-                           ulong(row) * ulong(M * C) + ulong(c), expanded);
+    if (group == 0 && t < uint(ROWS * SIZE) && row0 + t / uint(SIZE) < rows)
+        hyper_keep<M>(coefficients[t], row0 + t / uint(SIZE), t % uint(SIZE), pre, post, comb);
+    for (uint r = 0; r < uint(ROWS) && row0 + r < rows; r++) {
+        float streams[VALUES * M];
+        float added[VALUES];
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++) {
+            uint c = metal::min((group + uint(GROUPS) * i) * 256u + t, uint(C - 1));
+            added[i] = float(y[ulong(row0 + r) * ulong(C) + ulong(c)]);
+            for (uint j = 0; j < uint(M); j++)
+                streams[i * uint(M) + j] = float(h[ulong(row0 + r) * ulong(M * C) + ulong(c + j * uint(C))]);
+        }
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++) {
+            uint c = (group + uint(GROUPS) * i) * 256u + t;
+            if (c < uint(C))
+                hyper_spread<M, C>(streams + i * uint(M), coefficients + r * uint(SIZE), added[i],
+                                   ulong(row0 + r) * ulong(M * C) + ulong(c), expanded);
+        }
+    }
 """

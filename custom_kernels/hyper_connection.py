@@ -15,9 +15,9 @@ A site takes two launches, where the mix, the split, the collapse, the norm and 
 
 * `site`: the products fn . h and the sum of squares in `_PARTS` partial sums, and in other threadgroups of the same
   grid the input of the sublayer, which needs the previous site's `pre` only. Bytes: fn once for eight rows, h twice
-  (the second time from cache).
-* `expand`: every threadgroup adds the partial sums of its row and makes the coefficients anew, about 3,000 cycles of
-  one simdgroup that a launch of their own would take as well. Bytes: y, h in, h out; partial sums from cache.
+  (the second time from cache). Many rows on CUDA take a launch for each of the two: see `_hyper_cuda.py`.
+* `expand`: every threadgroup adds the partial sums of its rows and makes the coefficients anew, about 3,000 cycles of
+  one simdgroup a row that a launch of their own would take as well. Bytes: y, h in, h out; partial sums from cache.
 
 Within tolerance of the references. A row's bits do not depend on the rows beside it.
 """
@@ -30,16 +30,16 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
+from . import _hyper_cuda
 from ._case import Case
 from ._hyper_sources import COLLAPSE_NORM_SOURCE, COLLAPSE_SOURCE, EXPAND_HEADER, EXPAND_SOURCE, SITE_SOURCE
 from ._kernel import Kernel, floats
-from ._switches import enabled
+from ._switches import backend, enabled
 from .rms_norm import rms_norm_ref, simdgroups_for
 
 # A row's sum over M C products is cut into this many parts, whatever the number of rows: enough threadgroups
 # for one row of decoding, and the same order of additions for every batch.
 _PARTS = 32
-_SLOTS = 4  # outputs that one simdgroup sums at a time
 _TILE = 8  # rows that share one reading of fn
 
 _kernel = functools.partial(Kernel, exact=False, family="hyper_connection")
@@ -48,6 +48,14 @@ _collapse_norm_kernel = _kernel(
     "hyper_connection_collapse_norm", ["h", "pre", "weight", "eps"], ["x"], COLLAPSE_NORM_SOURCE
 )
 _site_kernel = _kernel("hyper_connection_site", ["h", "pre", "fn", "weight", "eps"], ["x", "dots"], SITE_SOURCE)
+_dots_kernel = _kernel(
+    "hyper_connection_dots",
+    ["h", "fn"],
+    ["dots"],
+    None,
+    cuda_source=_hyper_cuda.SOURCE,
+    cuda_header=_hyper_cuda.HEADER,
+)
 _expand_kernel = _kernel(
     "hyper_connection_expand",
     ["y", "h", "dots", "base", "scale", "eps"],
@@ -68,19 +76,45 @@ def site(h: mx.array, pre: mx.array, fn: mx.array, weight: mx.array, *, norm_eps
         return site_ref(h, pre, fn, weight, norm_eps=norm_eps)
     *leading, M, C = h.shape
     N, O, simdgroups = prod(leading), M * (M + 2), simdgroups_for(C)
-    tile = 1 if N == 1 else _TILE
+    if backend() == "cuda" and N > 2 * _TILE and M in (2, 4):
+        return collapse_norm(h, pre, weight, norm_eps), _many_dots(h, fn)
+    # A few rows are bound by the time to memory: they read ahead, on many threadgroups. Many keep a GPU busy anyway.
+    tile, slots, spread, ahead = (1, 1, 4, 20) if N == 1 else (2, 1, 2, 10) if N <= _TILE else (_TILE, 4, 1, 1)
+    chunk = _chunk(M * C)
     x, dots = _site_kernel(
         inputs=[h.reshape(N, M, C), pre, fn, weight, floats(norm_eps)],
         template=[
-            *[("R", tile), ("M", M), ("C", C), ("O", O), ("SG", simdgroups), ("PARTS", _PARTS), ("SLOTS", _SLOTS)],
-            ("CHUNK", -(-M * C // (32 * _PARTS)) * 32),
+            *[("R", tile), ("M", M), ("C", C), ("O", O), ("SG", simdgroups), ("PARTS", _PARTS), ("CHUNK", chunk)],
+            *[("SLOTS", slots), ("SPREAD", spread)],
+            ("DEPTH", next(d for d in range(ahead, 0, -1) if chunk // 32 % d == 0)),
         ],
-        grid=((N + _PARTS * -(-N // tile)) * 32 * simdgroups, 1, 1),
+        grid=((N + spread * _PARTS * -(-N // tile)) * 32 * simdgroups, 1, 1),
         threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[(*leading, C), (*leading, _PARTS, O + 1)],
         output_dtypes=[mx.bfloat16, mx.float32],
     )
     return x, dots
+
+
+def _chunk(width: int) -> int:
+    """How many products a part has: whole simdgroups of them."""
+    return -(-width // (32 * _PARTS)) * 32
+
+
+def _many_dots(h: mx.array, fn: mx.array) -> mx.array:
+    """The partial sums of `site` for at least 8 rows, M 2 or 4, on CUDA; the same bits."""
+    *leading, M, C = h.shape
+    N, O = prod(leading), M * (M + 2)
+    tiles = -(-N // _hyper_cuda.TILE)
+    threads = _hyper_cuda.THREADS * (O // 8 + 1)
+    return _dots_kernel(
+        inputs=[h.reshape(N, M, C), fn],
+        template=[("M", M), ("C", C), ("O", O), ("PARTS", _PARTS), ("CHUNK", _chunk(M * C))],
+        grid=(min(tiles, max(8, -(-tiles // 4))) * threads, _PARTS, 1),  # 64 rows a block where there are enough
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*leading, _PARTS, O + 1)],
+        output_dtypes=[mx.float32],
+    )[0]
 
 
 def collapse(h: mx.array, pre: mx.array) -> mx.array:
@@ -137,15 +171,16 @@ def expand(
     if M not in (1, 2, 4) or not _use_kernel(h):  # the coefficients are found by walks over powers of two in 32 lanes
         return expand_ref(y, h, dots, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
     N = prod(leading)
-    groups = -(-C // (256 if N <= _TILE else 2048))  # many rows keep a GPU busy without finding coefficients so often
+    rows, run = (1, 256) if N <= _TILE else (8, 2048)  # many rows: eight are found coefficients at a time
+    groups = -(-C // run)
     return tuple(
         _expand_kernel(
-            inputs=[y, h, dots, base, scale, floats(eps, norm_eps)],
+            inputs=[y, h.reshape(N, M, C), dots, base, scale, floats(eps, norm_eps)],
             template=[
                 *[("M", M), ("C", C), ("PARTS", dots.shape[-2]), ("ITERS", iters)],
-                ("GROUPS", groups),
+                *[("GROUPS", groups), ("ROWS", rows)],
             ],
-            grid=(groups * 256, N, 1),
+            grid=(groups * 256, -(-N // rows), 1),
             threadgroup=(256, 1, 1),
             output_shapes=[h.shape, (*leading, M), (*leading, M), (*leading, M, M)],
             output_dtypes=[mx.bfloat16] + [mx.float32] * 3,
@@ -276,8 +311,10 @@ def cases() -> list[Case]:
         *[case(name, 3, 4, 129) for name in ops],
         *[case(name, 1, 4, 40) for name in ops],
         case("site", 10, 2, 33),
+        case("site", 19, 2, 33),  # many rows
         case("site", 2, 3, 1000),
         case("expand", 3, 2, 300),  # two groups a row
+        case("expand", 11, 4, 40),  # a short tile of many rows
         case("expand", 2, 1, 5),
         *[case(name, 1, 4, 5120, large=True) for name in ops],
         *[case(name, 512, 4, 5120, large=True) for name in ops],

@@ -80,7 +80,7 @@ _ROUTER_SOURCE = """
         int winner = simd_min(best == top ? at : E);
         for (int i = 0; i < PER; i++)
             if (int(lane) + 32 * i == winner) biased[i] = -3.0e38f;
-        float winning = simd_sum(at == winner && winner < E ? s : 0.0f);
+        float winning = simd_shuffle(s, ushort(winner % 32));  // its owner's
         if (int(lane) == round && winner < E) {
             mine = winner;
             weight = winning;

@@ -27,7 +27,7 @@ static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 struct Index { int x, y, z; };
-static Index threadIdx, blockIdx, blockDim;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 
 template <class To, class From>
 static To bits_as(From from) {
@@ -126,6 +126,7 @@ static void run_block(int threads) {
 static void run_grid(int x, int y, int z, int threads, std::function<void()> body) {
   thread_body = body;
   blockDim = {threads, 1, 1};
+  gridDim = {x, y, z};
   for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) run_block(threads);

@@ -20,10 +20,10 @@ from mlx_ds4.custom_kernels import (
     sparse_attention,
 )
 from mlx_ds4.custom_kernels._case import compare, outputs
-from mlx_ds4.custom_kernels._kernel import watch_launches
+from mlx_ds4.custom_kernels._kernel import emulator, watch_launches
 from mlx_ds4.custom_kernels._random_planes import random_planes
 from mlx_ds4.custom_kernels._rows import SplitRows, part
-from mlx_ds4.custom_kernels._switches import trace
+from mlx_ds4.custom_kernels._switches import trace, use_kernels
 from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_ref, rope_table
 from tests.cuda_host import COMPILER, launch
 
@@ -277,6 +277,28 @@ def check_expanded(got: list[mx.array], y: mx.array, streams) -> None:
     assert mx.array_equal(got[0], y)
     for value, want in zip(got[1:], hyper_connection.expand_ref(y, *streams, **STEPS), strict=True):
         assert compare(value, want, 1e-5)[0] is None
+
+
+@pytest.mark.parametrize(("rows", "M", "C"), [(19, 4, 40), (8, 2, 33), (37, 2, 1024), (17, 4, 129)])
+def test_partial_sums_of_many_rows(traced, rows, M, C):
+    """A short last tile, short and empty parts; the bits of each row alone by the portable kernel."""
+    rng = np.random.default_rng(11)
+    h = rows_of(rows * M, C, 12).reshape(rows, M, C)
+    fn = mx.array(rng.standard_normal((M * (M + 2), M * C), dtype=np.float32))
+    got = run(lambda: hyper_connection._many_dots(h, fn))
+    pre, weight = mx.zeros((rows, M)), mx.ones(C, dtype=mx.bfloat16)
+    want = hyper_connection.site_ref(h, pre, fn, weight, norm_eps=1e-6)[1]
+    fault, error = compare(got.sum(axis=1), want[:, 0], 1e-5)
+    assert fault is None, (fault, error)
+    launches = []
+    with watch_launches(launches.append), use_kernels("emulate"):
+        for row in (0, rows - 1):
+            hyper_connection.site(h[row : row + 1], pre[:1], fn, weight, norm_eps=1e-6)
+    for row, item in zip((0, rows - 1), launches, strict=True):
+        inputs = [mx.contiguous(x) for x in item.inputs]
+        mx.eval(inputs)
+        alone = emulator().launch(item.kernel, inputs, **item.call)[1]
+        assert mx.array_equal(alone[0], got[row])
 
 
 @pytest.mark.parametrize(("M", "C", "width"), [(4, 40, 128), (2, 72, 1024), (1, 16, 256)])

@@ -47,11 +47,15 @@ MUTATIONS = [
     ("fake_quant", "if (inside) y[i]", "y[i]", "out-of-bounds"),
     ("fake_quant", "BLOCK / 2", "16", "wrong result"),  # a block of 16 takes its neighbour's peak
     ("fake_quant", "(a < 192u ? 1 : 0)", "1", "wrong result"),
-    ("hyper_connection_site", "row0 + r < rows ?", "true ?", "out-of-bounds"),  # rows beyond the last
-    ("hyper_connection_site", "output0 + o < uint(O) ?", "true ?", "out-of-bounds"),
-    ("hyper_connection_site", "c < uint(C);", "c < uint(C) + 32u;", "out-of-bounds"),
+    ("hyper_connection_site", "metal::min(row0 + r, rows - 1u)", "(row0 + r)", "out-of-bounds"),  # beyond the last row
+    ("hyper_connection_site", "metal::min(output0 + o, uint(O - 1))", "(output0 + o)", "out-of-bounds"),
+    ("hyper_connection_site", "c = metal::min(c, uint(C - 1));", "", "out-of-bounds"),
+    ("hyper_connection_site", "at = metal::min(at, ulong(M * C - 1));", "", "out-of-bounds"),
+    ("hyper_connection_site", "k + 32u * d < end", "true", "wrong result"),  # products of the next part
+    ("hyper_connection_site", "|| t + 32u * uint(SG) * i < uint(C)", "|| true", "wrong result"),
     ("hyper_connection_expand", "if (lane < outputs) m +=", "m +=", "out-of-bounds"),  # lanes without an output
-    ("hyper_connection_expand", "c < uint(C);", "c < uint(C) + 256u;", "race"),
+    ("hyper_connection_expand", "if (c < uint(C))", "if (true)", "race"),
+    ("hyper_connection_expand", ", uint(C - 1));", ", 4000u);", "out-of-bounds"),
     ("hyper_connection_expand", "group == 0 && t", "t", "race"),
     ("hyper_connection_expand", "i < ITERS", "i < 2", "wrong result"),
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),

@@ -10,7 +10,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _expand_cuda, _expert_tile_cuda, _quant_cuda, _quant_group_cuda, _quant_tile_cuda
+from mlx_ds4.custom_kernels import (
+    _expand_cuda,
+    _expert_tile_cuda,
+    _hyper_cuda,
+    _quant_cuda,
+    _quant_group_cuda,
+    _quant_tile_cuda,
+    hyper_connection,
+)
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
@@ -195,6 +203,7 @@ def bodies_for_cuda_alone() -> None:
     rng = np.random.default_rng(0)
     x, many = (mx.zeros((rows, 1024), dtype=mx.bfloat16) for rows in (3, 40))
     chosen, weights = mx.zeros((3, 2), dtype=mx.int32), mx.zeros((3, 2))
+    hyper_connection._many_dots(mx.zeros((40, 4, 64), dtype=mx.bfloat16), mx.zeros((24, 256)))
     plan = (mx.zeros(6, dtype=mx.int32), mx.zeros(4, dtype=mx.int32))
     for format in ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8"):
         planes = random_planes(rng, format, 64, 1024)
@@ -244,9 +253,10 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
     others = (_quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile)
     texts = [MLX, own, *[head.removeprefix(own) for head in others[:3]], expert_tile.removeprefix(tile)]
+    texts.append(_hyper_cuda.HEADER)
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
-        assert head in (own, *others)
+        assert head in (own, *others, _hyper_cuda.HEADER)
         texts.append(function(launch.kernel, launch, f"k{i}", body))
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
