@@ -59,14 +59,14 @@ COLLAPSE_NORM_SOURCE = (
 
 SITE_SOURCE = (
     """
-    // Threadgroups of SG simdgroups. Each of the first rows of h [N, M, C] has one: thread t owns the channels t,
+    // Threadgroups of SG simdgroups. Each of the first rows of h [B, L, M, C] has one: thread t owns the channels t,
     // t + 32 SG, ... and works a channel out twice, as reading M streams again from cache is cheaper than keeping them.
     // Then come (tile, part): one part of M C products for R rows of h and all O rows of fn [O, M C]. A simdgroup sums
     // SLOTS outputs at a time; output O is the sum of squares. Lane l takes every 32nd product, from l on.
 """
     + _THREADS
     + """
-    uint rows = uint(h_shape[0]);
+    uint rows = uint(h_shape[0]) * uint(h_shape[1]);
     if (row < rows) {  // the same for the whole group, and no barrier below
 """
     + _COLLAPSE_NORM

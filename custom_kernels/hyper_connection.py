@@ -70,7 +70,7 @@ def site(h: mx.array, pre: mx.array, fn: mx.array, weight: mx.array, *, norm_eps
     N, O, simdgroups = prod(leading), M * (M + 2), simdgroups_for(C)
     tile = 1 if N == 1 else _TILE
     x, dots = _site_kernel(
-        inputs=[h.reshape(N, M, C), pre, fn, weight, floats(norm_eps)],
+        inputs=[h if h.ndim == 4 else h.reshape(1, N, M, C), pre, fn, weight, floats(norm_eps)],
         template=[
             *[("R", tile), ("M", M), ("C", C), ("O", O), ("SG", simdgroups), ("PARTS", _PARTS), ("SLOTS", _SLOTS)],
             ("CHUNK", -(-M * C // (32 * _PARTS)) * 32),
