@@ -1,14 +1,17 @@
 """This project and mlx-lm's V4.1 model, one after the other in one process: decode and prefill at the same real sizes.
 
-    python -m benchmarks.vs_peers [--layers 8] [--contexts 2048,8192] [--rows 1,6] [--recipe q2] [--toy]
+    python -m benchmarks.vs_peers [--layers 8] [--contexts 2048,8192] [--rows 1,6] [--only ours|peer] [--toy]
+    python -m benchmarks.vs_peers --read FILE ..
     python -m benchmarks.vs_peers --bundle .gpu/peers
 
 Both have the same layers of the release, cut to 8, without Engram (mlx-lm has none), and random weights: ours in a
 recipe of ds4 files, mlx-lm's as it loads the release (projections mxfp8, experts mxfp4, the rest bfloat16 and float32).
-One JSON line a figure, ours first, then the ratios. Decode is timed as each library does it, one step ahead; passes of
-several rows wait for their tokens. Contexts up to 8,192 are prefilled, longer ones are random state.
+One JSON line a figure as soon as it is there, mlx-lm's first, which has few kernels to compile; the ratio follows our
+line. Decode is timed as each library does it, one step ahead; passes of several rows wait for their tokens. Contexts up
+to 8,192 are prefilled, longer ones are random state. `--only` measures one side; `--read` prints the ratios of lines
+that were written before, also by two runs.
 
-Memory: 34 GB for ours (q2), then 62 GB for mlx-lm. TF32 is as the environment says; by default MLX has it on.
+Memory: 62 GB for mlx-lm, then 34 GB for ours (q2). TF32 is as the environment says; by default MLX has it on.
 
 mlx-lm need not be installed: only `_version.py` and seven files of `models/` are imported, never its `__init__`, and
 they need nothing beyond mlx. `--bundle FOLDER` copies them out of an installed mlx-lm; where there is none, FOLDER must
@@ -31,7 +34,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ from mlx_ds4.random_model import cut_config, fill_cache, random_model
 
 LONGEST_PREFILL = 8192
 WARM_UP = 4
+_OF_ONE_SIDE = ("system", "weights", "built_s", "ms", "ms_per_layer", "tps", "tps_x_layers", "peak_bytes")
 
 
 # ---- mlx-lm ------------------------------------------------------------------------------------------
@@ -221,10 +225,12 @@ def _normal(rows: int, width: int, dtype: mx.Dtype) -> mx.array:
 
 
 class Ours:
+    NAME = "mlx_ds4"
+
     def __init__(self, config: ModelConfig, recipe: str):
         self.config = config
         self.model = random_model(config, recipe)
-        self.name, self.weights = "mlx_ds4", recipe
+        self.name, self.weights = self.NAME, recipe
         self.cache = self.model.make_cache()
 
     def prefill(self, tokens: mx.array, chunk: int) -> list[tuple[int, float]]:
@@ -263,6 +269,38 @@ def figures(
                    "ms_per_layer": round(ms / layers, 4), "peak_bytes": mx.get_peak_memory()}  # fmt: skip
 
 
+def compared(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines, and behind a figure that both systems have by then their ratio."""
+    seen: dict[tuple, dict[bool, float]] = {}
+    for line in lines:
+        yield line
+        both = seen.setdefault(tuple(line[key] for key in ("figure", "context", "rows", "layers")), {})
+        both[line["system"] == Ours.NAME] = line["ms"] if line["figure"] == "decode" else 1 / line["tps"]
+        if len(both) == 2:
+            kept = {key: value for key, value in line.items() if key not in _OF_ONE_SIDE}
+            yield {"system": "ratio", "times_faster": round(both[False] / both[True], 2)} | kept
+
+
+def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of the systems that `options` ask for."""
+    contexts, rows = ([int(word) for word in text.split(",")] for text in (options.contexts, options.rows))
+    config, chunk, steps = cut_config(options.layers if not options.toy else None), 2048, options.steps
+    if options.toy:
+        config, contexts, chunk, steps = cut_config(size="tiny"), [64, 256, 9000], 64, 2
+    config = dataclasses.replace(config, num_nextn_predict_layers=0)
+    about = machine() | ({"commit": options.commit} if options.commit else {})
+    about |= {"layers": config.num_hidden_layers, "tf32": os.environ.get("MLX_ENABLE_TF32", "1") != "0"}
+    for make in [make for name, make in {"peer": Peer, "ours": Ours}.items() if options.only in (None, name)]:
+        start = time.perf_counter()
+        side = make(config, options.recipe)
+        built = round(time.perf_counter() - start, 1)
+        for line in figures(side, contexts, rows, steps, chunk):
+            yield {"system": side.name, "weights": side.weights, **line, "built_s": built} | about
+        del side
+        gc.collect()
+        mx.clear_cache()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
@@ -272,34 +310,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--toy", action="store_true", help="a tiny model and contexts of 64 and 256: a try on a CPU")
     parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="only copy the files of mlx-lm that are needed")
+    parser.add_argument("--only", choices=("ours", "peer"), help="one side")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="only print the ratios of written lines")
     parser.add_argument("--commit", help="commit to write into the lines, where git is not at hand")
     options = parser.parse_args(arguments)
     if options.bundle:
         bundle(options.bundle)
         return 0
-    contexts, rows = ([int(word) for word in text.split(",")] for text in (options.contexts, options.rows))
-    config, chunk, steps = cut_config(options.layers if not options.toy else None), 2048, options.steps
-    if options.toy:
-        config, contexts, chunk, steps = cut_config(size="tiny"), [64, 256, 9000], 64, 2
-    config = dataclasses.replace(config, num_nextn_predict_layers=0)
-    about = machine() | ({"commit": options.commit} if options.commit else {})
-    about |= {"layers": config.num_hidden_layers, "tf32": os.environ.get("MLX_ENABLE_TF32", "1") != "0"}
-    results: dict[tuple, list[float]] = {}
-    for make in (Ours, Peer):
-        start = time.perf_counter()
-        side = make(config, options.recipe)
-        built = round(time.perf_counter() - start, 1)
-        for line in figures(side, contexts, rows, steps, chunk):
-            key = line["figure"], line["context"], line["rows"]
-            results.setdefault(key, []).append(line["ms"] if line["figure"] == "decode" else 1 / line["tps"])
-            line = {"system": side.name, "weights": side.weights, **line, "built_s": built}
-            print(json.dumps(line | about), flush=True)
-        del side
-        gc.collect()
-        mx.clear_cache()
-    for (figure, context, count), (ours, theirs) in results.items():
-        line = {"system": "ratio", "figure": figure, "context": context, "rows": count}
-        print(json.dumps(line | {"times_faster": round(theirs / ours, 2)} | about), flush=True)
+    lines = compared(measured(options))
+    if options.read:
+        written = [json.loads(line) for path in options.read for line in path.read_text().splitlines()]
+        lines = (line for line in compared(line for line in written if line["system"] != "ratio")
+                 if line["system"] == "ratio")  # fmt: skip
+    for line in lines:
+        print(json.dumps(line), flush=True)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import mlx.core as mx
 
 from . import _quant_cuda
@@ -133,13 +135,13 @@ def takes(streams) -> bool:
 
 
 def project(x, weight, streams, *, iters: int, eps: float, norm_eps: float) -> tuple[mx.array, ...]:
-    """x bfloat16 [N, K], N up to 8; as `expand_matmul.project_expand`."""
+    """x bfloat16 [.., K], up to 8 rows; as `expand_matmul.project_expand`."""
     format, planes = weight
     C = planes["codes"].shape[0]
-    warps = _quant_cuda.split(ceil_div(C, 16), x.shape[1] // 128)
+    warps = _quant_cuda.split(ceil_div(C, 16), x.shape[-1] // 128)
     template = [("F", FORMAT_IDS[format]), ("S", warps), ("NT", 1), ("G", 1)]
     inputs = [x, *_quant_cuda.planes_of(planes)]
-    return _launch(_project, inputs, template, warps, x.shape[0], streams, iters, eps, norm_eps)
+    return _launch(_project, inputs, template, warps, prod(x.shape[:-1]), streams, iters, eps, norm_eps)
 
 
 def experts(a, down, chosen, shared, streams, *, iters: int, eps: float, norm_eps: float) -> tuple[mx.array, ...]:

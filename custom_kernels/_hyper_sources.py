@@ -72,14 +72,14 @@ COLLAPSE_NORM_SOURCE = (
 
 SITE_SOURCE = (
     """
-    // Threadgroups of SG simdgroups. Each of the first rows of h [N, M, C] has one: thread t owns the channels t,
+    // Threadgroups of SG simdgroups. Each of the first rows of h [B, L, M, C] has one: thread t owns the channels t,
     // t + 32 SG, ... Then come (tile, part, share): one part of M C products for R rows of h and every SPREADth run of
     // SLOTS outputs; the runs are dealt out to simdgroups. Output o < O is row o of fn [O, M C], output O is the sum of
     // squares. Lane l takes every 32nd product, from l on, and reads DEPTH of them ahead.
 """
     + _THREADS
     + """
-    uint rows = uint(h_shape[0]);
+    uint rows = uint(h_shape[0]) * uint(h_shape[1]);
     if (row < rows) {  // the same for the whole group, and no barrier below
 """
     + _COLLAPSE_NORM
@@ -206,8 +206,8 @@ inline void hyper_keep(float value, uint row, uint i, device float* pre, device 
 """
 
 EXPAND_SOURCE = """
-    // A threadgroup owns every GROUPSth run of 256 channels of ROWS rows (grid y); simdgroup r makes the coefficients of
-    // row r. A thread owns its channels in all M streams, and reads all of a row before it writes any.
+    // A threadgroup owns every GROUPSth run of 256 channels of ROWS rows (grid y); simdgroup r makes the coefficients
+    // of row r. A thread owns its channels in all M streams, and reads all of a row before it writes any.
     constexpr int SIZE = 2 * M + M * M;
     constexpr int VALUES = (C + 256 * GROUPS - 1) / (256 * GROUPS);
     threadgroup float coefficients[ROWS * (2 * M + M * M)];

@@ -94,8 +94,8 @@ def _header_folder() -> Path | None:
 
 @functools.cache
 def included(header: str) -> str:
-    """A line that includes `header` from a file. MLX's CUDA back end hashes the whole text of a kernel at each launch,
-    5 us for 35 KB; where no file can be written, the text itself."""
+    """A line that includes `header`, or a body, from a file. MLX's CUDA back end hashes the whole text of a kernel at
+    each launch, 5 us for 35 KB; where no file can be written, the text itself."""
     folder = _header_folder()
     if folder is None:
         return header
@@ -170,16 +170,19 @@ class Kernel:
         """MLX keeps compiled CUDA modules by name and template alone, so other dtypes need another name."""
         dtypes = (*(x.dtype for x in inputs), *output_dtypes)
         if dtypes not in self._cuda_by_dtypes:
-            self._cuda_by_dtypes[dtypes] = self._make_cuda("_".join(str(d).rpartition(".")[2] for d in dtypes))
+            self._cuda_by_dtypes[dtypes] = self._make_cuda("".join(map(_short, dtypes)))
         return self._cuda_by_dtypes[dtypes](inputs=inputs, output_dtypes=output_dtypes, **call)
 
     def _make_cuda(self, suffix: str) -> Callable[..., list[mx.array]]:
         header, source = self.cuda_text()
+        # MLX passes the shape, strides and ndim of an input where the text names them, so the line has to.
+        words = [f"{name}_{what}" for name in self.input_names for what in ("shape", "strides", "ndim")]
+        named = " ".join(word for word in words if word in source)
         return mx.fast.cuda_kernel(
             name=f"{self.name}_{suffix}",
             input_names=self.input_names,
             output_names=self.output_names,
-            source=source,
+            source=f"{included(source)}// {named}\n",
             header=included(header),
             ensure_row_contiguous=self.ensure_row_contiguous,
             shared_memory=self.shared_memory,
@@ -247,6 +250,12 @@ class Kernel:
                 fault = fault or "got a scalar input, which CUDA passes differently; give an array of one element"
         if fault:
             raise KernelError(f"kernel {self.name} {fault}.")
+
+
+def _short(dtype: mx.Dtype) -> str:
+    """b16 of bfloat16: names are built and hashed at each launch."""
+    name = str(dtype).rpartition(".")[2]
+    return name[0] + name.lstrip("abcdefghijklmnopqrstuvwxyz_")
 
 
 @functools.lru_cache(maxsize=4096)  # a model launches hundreds of kernels a token, always the same ones

@@ -11,6 +11,7 @@ or 3 (MXFP4, Q2_K), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS 
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -45,13 +46,13 @@ _PROLOGUE = """
 
 DENSE_SOURCE = (
     """
-    // Block: 16 weight rows; its S warps take units of the width in turn. blockIdx.y: 8 NT rows of x [M, G K].
+    // Block: 16 weight rows; its S warps take units of the width in turn. blockIdx.y: 8 NT rows of x [.., G K].
     // Weight rows come in G groups of equal size; group i reads columns i K .. of x.
 """
     + _PROLOGUE
     + """
     const int tile = blockIdx.x, first = 8 * NT * blockIdx.y;
-    const int M = x_shape[0], K = x_shape[1] / G, N = codes_shape[0];
+    const int M = rows_of(x_shape, x_ndim), K = width_of(x_shape, x_ndim) / G, N = codes_shape[0];
     __shared__ float part[S > 1 ? S * NT * 128 : 1];
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
     Rows<NT> rows;
@@ -84,7 +85,7 @@ DENSE_SOURCE = (
 # Both expert bodies: the pairs (row, slot) that chose an expert are the columns of one tile.
 _FEW_PAIRS = """
     // At most 64 pairs: every warp holds all choices, two a lane, and knows the pairs of an expert as a bit mask.
-    const int P = chosen_shape[0];
+    const int P = rows_of(chosen_shape, chosen_ndim) * width_of(chosen_shape, chosen_ndim);
     const int choice = lane < P ? chosen[lane] : -1, choice2 = lane + 32 < P ? chosen[lane + 32] : -1;
     auto expert_of = [&](int q) { return __shfl_sync(~0u, q < 32 ? choice : choice2, q & 31); };
     auto chosen_by = [&](int e) {
@@ -127,7 +128,7 @@ _EXPERT_PLANES = """
     const Planes w1 = {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1};
     const Planes w3 = {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3};
     __shared__ float part[2 * S * NT * 128];
-    const int tile = blockIdx.x, K = x_shape[1], N = codes1_shape[1];
+    const int tile = blockIdx.x, K = width_of(x_shape, x_ndim), N = codes1_shape[1];
     Rows<NT> rows;
 """
 
@@ -163,7 +164,7 @@ DOWN_FEW_SOURCE = (
     __shared__ float part[2][64][16];
     __shared__ float share[SHARED == 2 ? SS * 128 : 1];
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
-    const int tile = blockIdx.x, K = x_shape[1], N = codes_shape[1];
+    const int tile = blockIdx.x, K = width_of(x_shape, x_ndim), N = codes_shape[1];
     const int units = K / Weight<F>::UNIT, half = (units + 1) / 2;
     int task = 0;
     for (int q = 0; q < P; q++) {
@@ -188,7 +189,7 @@ DOWN_FEW_SOURCE = (
     if (SHARED == 2) {
       const Planes ws = {
           (const unsigned char*)shared_codes, (const unsigned char*)shared_scales, (const unsigned char*)shared_supers};
-      const int width = shared_shape[1];
+      const int width = width_of(shared_shape, shared_ndim);
       Rows<1> rows;
       rows.p[0] = (const bf16*)shared + (size_t)min(g, P / SLOTS - 1) * width;
       for (int s = 0; s < SS; s++) {
@@ -244,17 +245,18 @@ def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> boo
 
 
 def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int, out_dtype: mx.Dtype) -> mx.array:
-    """x bfloat16 [M, groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [M, N]."""
-    M, N = x.shape[0], planes["codes"].shape[0]
+    """x bfloat16 [.., groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [.., N]."""
+    *leading, width = x.shape
+    M, N = prod(leading), planes["codes"].shape[0]
     tiles = ceil_div(N, 16)
-    warps = split(tiles, x.shape[1] // groups // 128)
+    warps = split(tiles, width // groups // 128)
     nt = 1 if M <= 8 else 4
     return _dense(
         inputs=[x, *planes_of(planes)],
         template=[("F", FORMAT_IDS[format]), ("S", warps), ("NT", nt), ("G", groups), ("T", out_dtype)],
         grid=(tiles * 32 * warps, ceil_div(M, 8 * nt), 1),
         threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(M, N)],
+        output_shapes=[(*leading, N)],
         output_dtypes=[out_dtype],
     )[0]
 
@@ -265,7 +267,7 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
     return _gate_up_few(
-        inputs=[x, *planes_of(gate), *planes_of(up), chosen.reshape(-1), weights.reshape(-1)],
+        inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
         grid=(ceil_div(F, 16) * 32 * _GATE_UP_SPLIT, chosen.size, 1),
         threadgroup=(32 * _GATE_UP_SPLIT, 1, 1),
@@ -291,8 +293,7 @@ def down_few(a, format, planes, chosen, shared) -> mx.array:
 
 def down_inputs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]]]:
     """Inputs and template of DOWN_FEW_SOURCE."""
-    flat = a.reshape(-1, a.shape[-1])
-    values, other, mode = flat, (format, planes), 0
+    values, other, mode = a, (format, planes), 0
     if isinstance(shared, mx.array):
         values, mode = shared, 1
     elif shared is not None:
@@ -300,7 +301,7 @@ def down_inputs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list
     share = split(ceil_div(planes["codes"].shape[1], 16), values.shape[-1] // 128) if mode == 2 else 1
     template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": a.shape[1], "SHARED": mode}
     template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
-    return [flat, *planes_of(planes), chosen.reshape(-1), values, *planes_of(other[1])], list(template.items())
+    return [a, *planes_of(planes), chosen, values, *planes_of(other[1])], list(template.items())
 
 
 def planes_of(planes: dict[str, mx.array]) -> list[mx.array]:

@@ -7,6 +7,7 @@ the sums have the bits of a launch of its own. Float matrices are multiplied in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import mlx.core as mx
 import numpy as np
@@ -139,7 +140,7 @@ __device__ __forceinline__ bool matrix(
 )
 
 _GROUP_SOURCE = """
-    // Blocks of W warps; those of matrix 0 come first. x [M, K], M up to 8.
+    // Blocks of W warps; those of matrix 0 come first. x [.., K], up to 8 rows M.
     using namespace ds4;
     __shared__ uint4 grid_s[GRID ? 256 : 1];
     __shared__ float part[W * 128];
@@ -148,7 +149,7 @@ _GROUP_SOURCE = """
       __syncthreads();
     }
     int block = blockIdx.x;
-    const int M = x_shape[0], K = x_shape[1];
+    const int M = rows_of(x_shape, x_ndim), K = width_of(x_shape, x_ndim);
     const bf16* const rows = (const bf16*)x;
 """
 _GROUP_MATRIX = """
@@ -181,8 +182,9 @@ def takes(x: mx.array, format: str) -> bool:
 
 
 def together(x: mx.array, weights: Sequence[Weight], dtypes: Sequence[mx.Dtype]) -> list[mx.array]:
-    """x bfloat16 [M, K], M up to 8, times two to five matrices that `takes` allows: a list of [M, N]."""
-    M, K = x.shape
+    """x bfloat16 [.., K], up to 8 rows, times two to five matrices that `takes` allows: a list of [.., N]."""
+    *leading, K = x.shape
+    M = prod(leading)
     rows = [planes["codes"].shape[0] for _, planes in weights]
     splits = [_split(format, N, K) for (format, _), N in zip(weights, rows, strict=True)]
     warps = max(_FEWEST_WARPS, *splits)
@@ -195,7 +197,7 @@ def together(x: mx.array, weights: Sequence[Weight], dtypes: Sequence[mx.Dtype])
         template=template,
         grid=(blocks * 32 * warps, 1, 1),
         threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(M, N) for N in rows],
+        output_shapes=[(*leading, N) for N in rows],
         output_dtypes=dtypes,
     )
 
@@ -216,7 +218,7 @@ def _planes(planes: block_planes.Planes) -> list[mx.array]:
 
 _SHARED_SOURCE = """
     // Blocks of W warps: first the router's rows, which read r, then 16 rows of gate and of up for each S warps, which
-    // read x [M, K], M up to 8.
+    // read x [.., K], up to 8 rows M.
     using namespace ds4;
     __shared__ uint4 grid_s[GRID ? 256 : 1];
     __shared__ float part[2 * W * 128];
@@ -225,7 +227,7 @@ _SHARED_SOURCE = """
       __syncthreads();
     }
     int block = blockIdx.x;
-    const int M = x_shape[0], K = x_shape[1], N = gate_codes_shape[0];
+    const int M = rows_of(x_shape, x_ndim), K = width_of(x_shape, x_ndim), N = gate_codes_shape[0];
     const bool routes = matrix<FR, SR, W, MOST>(
         block, (const bf16*)r, M, K, router_codes, router_scales, router_supers, router_codes_shape[0], logits, part,
         grid_s);

@@ -30,6 +30,17 @@ __device__ __forceinline__ u32 signed_pair(u32 p) { return sub2(p & 0xff7fff7fu,
 // Byte i of w in both halves.
 __device__ __forceinline__ u32 spread(u32 w, int i) { return sub2(__byte_perm(w, 0x43, 0x4040 + 0x0101 * i), BIAS); }
 
+// Of an array [.., width]: its rows and its width. A reshape before the launch would be one more node of
+// MLX's graph, which costs host time.
+template <typename Shape>
+__device__ __forceinline__ int width_of(const Shape& shape, int ndim) { return shape[ndim - 1]; }
+template <typename Shape>
+__device__ __forceinline__ int rows_of(const Shape& shape, int ndim) {
+  int rows = 1;
+  for (int i = 0; i < ndim - 1; i++) rows *= shape[i];
+  return rows;
+}
+
 // The planes of one matrix and of one of its rows.
 struct Planes {
   const unsigned char* codes;

@@ -20,7 +20,7 @@ SOURCE = """
     __shared__ __align__(4) bf16 chances[16][72];
     __shared__ float fades[16], denominators[16];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int length = q_shape[1], heads = q_shape[2];
+    const int length = q_shape[1], heads = sinks_shape[0];
     const int row = blockIdx.x / (heads / HG), head0 = blockIdx.x % (heads / HG) * HG, batch = row / length;
     const int near_rows = near_shape[1], near_count = TWO ? near_list_shape[2] : 0;
     const int far_rows = far_shape[1], far_count = far_list_shape[2], recent_rows = SPLIT ? recent_shape[1] : 0;

@@ -153,7 +153,7 @@ def project_expand(x: mx.array, weight: Weight, streams: Streams, *, iters: int,
         y = quant_matmul(x, *weight)
         return y, *expand(y, *streams, **steps)
     if backend() == "cuda":
-        return _expand_cuda.project(x.reshape(N, -1), weight, streams, **steps)
+        return _expand_cuda.project(x, weight, streams, **steps)
     words, wide = x_input(x)
     R = rows_per_simdgroup(streams[0].shape[-1], 4 if N <= 4 else 2)
     return _launch(

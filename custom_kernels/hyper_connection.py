@@ -82,7 +82,7 @@ def site(h: mx.array, pre: mx.array, fn: mx.array, weight: mx.array, *, norm_eps
     tile, slots, spread, ahead = (1, 1, 4, 20) if N == 1 else (2, 1, 2, 10) if N <= _TILE else (_TILE, 4, 1, 1)
     chunk = _chunk(M * C)
     x, dots = _site_kernel(
-        inputs=[h.reshape(N, M, C), pre, fn, weight, floats(norm_eps)],
+        inputs=[h if h.ndim == 4 else h.reshape(1, N, M, C), pre, fn, weight, floats(norm_eps)],
         template=[
             *[("R", tile), ("M", M), ("C", C), ("O", O), ("SG", simdgroups), ("PARTS", _PARTS), ("CHUNK", chunk)],
             *[("SLOTS", slots), ("SPREAD", spread)],

@@ -164,8 +164,7 @@ def quant_matmul_group(
             some = members[start : start + most]
             chosen, kinds = [weights[i] for i in some], [dtypes[i] for i in some]
             if kind == "cuda" and len(some) > 1:
-                flat = x.reshape(-1, x.shape[-1])
-                parts = [y.reshape(*x.shape[:-1], -1) for y in _quant_group_cuda.together(flat, chosen, kinds)]
+                parts = _quant_group_cuda.together(x, chosen, kinds)
             else:
                 parts = _product(x, chosen, 1, kinds)
             results.update(zip(some, parts, strict=True))
@@ -227,11 +226,11 @@ def _product(x: mx.array, weights: Sequence[Weight], groups: int, dtypes: Sequen
     format, planes = weights[0]
     outputs = [planes["codes"].shape[0] // groups for _, planes in weights]
     if backend() == "cuda" and _quant_cuda.takes(x, format, width // groups, outputs[0] if groups > 1 else 16):
-        flat = x.reshape(rows, width)
-        product = (
-            _quant_tile_cuda.product if _quant_tile_cuda.takes_many(flat, format, planes, groups) else _quant_cuda.dense
-        )
-        return [product(flat, format, planes, groups=groups, out_dtype=dtypes[0]).reshape(*leading, -1)]
+        flat = x.reshape(-1, width)
+        if _quant_tile_cuda.takes_many(flat, format, planes, groups):
+            y = _quant_tile_cuda.product(flat, format, planes, groups=groups, out_dtype=dtypes[0])
+            return [y.reshape(*leading, -1)]
+        return [_quant_cuda.dense(x, format, planes, groups=groups, out_dtype=dtypes[0])]
     words, wide = x_input(x)
     inputs = [array for weight in weights for array in plane_inputs(*weight)]
     shapes = [(*leading, groups * n) for n in outputs]

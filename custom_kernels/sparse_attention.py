@@ -72,24 +72,23 @@ def sparse_attention(
     turn: Turn | None = None,
     turn_queries: bool = False,
 ) -> mx.array:
-    """q [B, L, H, D]; sources: one or two pairs of rows [B, S, D] and list int32 [B, L, P], taken one after the other
-    in one softmax (window first, then compressed rows); sinks float32 [H]. Returns bfloat16 [B, L, H, D]. The rows of
-    the last source may be SplitRows, with the bits of one array that holds the same entries.
+    """q [B, L, H, D] or [B, L, H * D]; sources: one or two pairs of rows [B, S, D] and list int32 [B, L, P], taken one
+    after the other in one softmax (window first, then compressed rows); sinks float32 [H]. Returns bfloat16 of q's
+    shape. The rows of the last source may be SplitRows, with the bits of one array that holds the same entries.
 
     With `turn`, cos and sin float32 [L, pairs], the last 2 * pairs channels of the result are rotated back, after
     its rounding; with `turn_queries` too, those of q are rotated forward first, as `rope(q, *turn)` does. List entries
     that name no row count as nothing. Raises ValueError when the shapes do not fit each other.
     """
-    _check(q, sources, sinks, turn)
+    B, L, H, D = _check(q, sources, sinks, turn)
     if turn_queries and turn is None:
         raise ValueError("sparse_attention got turn_queries without turn, expected its tables; pass them.")
-    B, L, H, D = q.shape
     rows = [x for x, _ in sources]
     fits = D in _WIDTHS and all(x.dtype == mx.bfloat16 and x.size for x in [q, *rows])
     if not fits or not all(index.size for _, index in sources) or not enabled("sparse_attention"):
         return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn, turn_queries=turn_queries)
     if turn_queries and turn[0].shape[-1] > _TURNED:
-        q, turn_queries = rope(q, *turn), False
+        q, turn_queries = rope(q.reshape(B, L, H, D), *turn).reshape(q.shape), False
     heads = _heads_of_group(B * L, H)
     sinks = sinks.astype(mx.float32)
     cos, sin = turn or (sinks, sinks)
@@ -110,19 +109,23 @@ def sparse_attention(
     )[0]
 
 
-def _check(q: mx.array, sources: Sources, sinks: mx.array, turn: Turn | None) -> None:
+def _check(q: mx.array, sources: Sources, sinks: mx.array, turn: Turn | None) -> tuple[int, int, int, int]:
+    """B, L, H, D of a call whose shapes fit."""
     for rows, _ in sources:
         if isinstance(rows, SplitRows) and (fault := rows_fault(rows)):
             raise ValueError(f"sparse_attention {fault}; pass the parts of one cache.")
     if any(isinstance(rows, SplitRows) for rows, _ in sources[:-1]):
         raise ValueError("sparse_attention got SplitRows in its first source, expected them in the last; swap the two.")
-    B, L, H, D = q.shape
+    B, L, *heads = q.shape
+    H = sinks.shape[0] if sinks.ndim == 1 else 0
+    D = sources[0][0].shape[-1] if sources else 0
     shapes = [(x.shape, index.shape) for x, index in sources]
     fit = all(len(x) == len(index) == 3 and (x[0], x[2]) == (B, D) and index[:2] == (B, L) for x, index in shapes)
-    if len(sources) not in (1, 2) or not fit or sinks.shape != (H,):
+    if len(sources) not in (1, 2) or not fit or heads not in ([H, D], [H * D]) or H == 0:
         raise ValueError(
-            f"sparse_attention got q {q.shape}, sources {shapes} and sinks {sinks.shape}, expected [B, L, H, D], one or"
-            " two pairs of rows [B, S, D] and list [B, L, P], and [H]; pass the tensors of one layer."
+            f"sparse_attention got q {q.shape}, sources {shapes} and sinks {sinks.shape}, expected [B, L, H, D] or"
+            " [B, L, H * D], one or two pairs of rows [B, S, D] and list [B, L, P], and [H]; pass the tensors of one"
+            " layer."
         )
     pairs = turn[0].shape[-1] if turn else 0
     if turn and not (turn[0].shape == turn[1].shape == (L, pairs) and 2 * pairs <= D):
@@ -130,6 +133,7 @@ def _check(q: mx.array, sources: Sources, sinks: mx.array, turn: Turn | None) ->
             f"sparse_attention got cos {turn[0].shape} and sin {turn[1].shape}, expected [{L}, pairs] with at most"
             f" {D // 2} pairs; make the table from the positions of this step."
         )
+    return B, L, H, D
 
 
 def _heads_of_group(rows: int, heads: int) -> int:
@@ -150,6 +154,10 @@ def sparse_attention_ref(
     L = q.shape[1]
     if q.size == 0:
         return mx.zeros(q.shape, dtype=mx.bfloat16)
+    if q.ndim == 3:
+        apart = q.reshape(*q.shape[:2], sinks.shape[0], -1)
+        options = {"scale": scale, "turn": turn, "turn_queries": turn_queries}
+        return sparse_attention_ref(apart, sources, sinks, **options).reshape(q.shape)
     if turn_queries:
         q = rope_ref(q, *turn)
     parts = []

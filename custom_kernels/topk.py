@@ -125,11 +125,11 @@ def _select(
             ],
             grid=(rows * chunks * 32 * simdgroups, 1, 1),
             threadgroup=(32 * simdgroups, 1, 1),
-            output_shapes=[(rows, chunks * k)],
+            output_shapes=[(*leading, k) if chunks == 1 else (rows, chunks * k)],
             output_dtypes=[mx.int32],
         )[0]
         if chunks == 1:
-            return listed.reshape(*leading, k)
+            return listed
         elements = chunks * k
 
 

@@ -55,9 +55,8 @@ class Attention(nn.Module):
         weights = rest.pop(0) if scores else None
         qr, near = self._enter(low_rank, kv, turn, step, cache)
         q, *index_q = apply_together(qr, self.wq_b, *([self.indexer.wq_b] if scores else []))
-        q = q.reshape(B, L, c.num_attention_heads, c.head_dim)
         window = step.window_list()
-        sources = [(near, mx.broadcast_to(window, (B, *window.shape)))]
+        sources = [(near, mx.broadcast_to(window, (B, *window.shape[1:])))]
         if self._ratio:
             if compresses:
                 self._compress(rest, step, cache)
@@ -71,9 +70,10 @@ class Attention(nn.Module):
         if step.traces:
             slots = mx.array(step.positions % near.shape[1])
             newest = mx.take(near, slots, axis=1) if step.short else near[:, -L:]
-            for name, value in (("qr", qr), ("q", rope(q, *turn)), ("kv", newest), ("o", o)):
+            heads = [value.reshape(B, L, -1, c.head_dim) for value in (q, o)]
+            for name, value in (("qr", qr), ("q", rope(heads[0], *turn)), ("kv", newest), ("o", heads[1])):
                 step.note(f"attn.{name}", value)
-        return apply_and_expand(self.wo_a(o.reshape(B, L, -1)), self.wo_b, streams, **steps)
+        return apply_and_expand(self.wo_a(o), self.wo_b, streams, **steps)
 
     def publish(self, x: mx.array, step: Step, cache: LayerCache) -> None:
         """Of an owner, only what it adds to the cache: compressed entries and index keys."""

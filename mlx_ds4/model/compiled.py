@@ -107,14 +107,16 @@ def _split(model: Model) -> int:
 
 
 def _containers(value: Any) -> Iterator[Collection]:
-    """The values of every dict and list of a module tree: parameters, modules, and plain settings."""
+    """The values of every dict and list of a module tree: parameters, modules, and plain settings. A tuple is one
+    value, for what it holds cannot be replaced."""
     if isinstance(value, nn.Module):
         yield vars(value).values()
     if isinstance(value, dict):
         yield value.values()
         parts = value.values()
     elif isinstance(value, list | tuple):
-        yield value
+        if isinstance(value, list):
+            yield value
         parts = value
     else:
         return

@@ -92,10 +92,10 @@ class BlockStep(Step):
         super().__init__(config, start, length, trace)
         self._ring_rows = ring_rows
 
-    def _window_list(self) -> mx.array:
-        """int32 [L, window + L], padded in front with -1 to a width that does not change."""
+    def _window_list(self) -> np.ndarray:
+        """[L, window + L], padded in front with -1 to a width that does not change."""
         rows = np.arange(self.config.sliding_window + self.length) - (self.config.sliding_window - self._ring_rows)
-        return mx.array(np.tile(np.maximum(rows, -1).astype(np.int32), (self.length, 1)))
+        return np.tile(np.maximum(rows, -1), (self.length, 1))
 
 
 class Ring:

@@ -108,6 +108,7 @@ class MoE(nn.Module):
         logits, shared = self.shared_experts.activate(rows, self.gate)
         chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
         last = (shared, stored(self.shared_experts.w2.weight))
-        for name, value in (("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights)):
-            step.note(name, value.reshape(*x.shape[:-1], -1))
+        if step.traces:
+            for name, value in (("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights)):
+                step.note(name, value.reshape(*x.shape[:-1], -1))
         return self.experts(rows, chosen, weights, last, streams, **steps)

@@ -162,18 +162,18 @@ class Step:
         return self._array(f"visible{ratio}", lambda: mx.array(((self.positions + 1) // ratio).astype(np.int32)))
 
     def window_list(self) -> mx.array:
-        """Rows that each position sees in what its layer keeps of the last ones, int32 [L, W]: slots of the ring in a
-        short step, rows of `LayerCache.extend` in a long one.
+        """Rows that each position sees in what its layer keeps of the last ones, int32 [1, L, W]: slots of the ring in
+        a short step, rows of `LayerCache.extend` in a long one.
 
         Oldest first, padded with -1: a row at position p sees max(`seen_from`, p - W + 1) .. p.
         """
-        return self._array("window", self._window_list)
+        return self._array("window", lambda: mx.array(self._window_list()[None].astype(np.int32)))
 
-    def _window_list(self) -> mx.array:
+    def _window_list(self) -> np.ndarray:
         width = self.config.sliding_window
         seen = np.maximum(self.positions - width + 1, self._seen_from)[:, None] + np.arange(width)
         rows = seen % (width + REWIND) if self.short else seen - max(0, self.start - (width - 1))
-        return mx.array(np.where(seen <= self.positions[:, None], rows, -1).astype(np.int32))
+        return np.where(seen <= self.positions[:, None], rows, -1)
 
     def _rotation(self, compressed: bool, ratio: int, positions: Callable[[], np.ndarray]) -> Rotation:
         """Of plain layers, or of compressed ones at multiples of `ratio`."""

@@ -46,7 +46,8 @@ def launch(kernel, inputs: list[mx.array], call: dict) -> list[mx.array]:
     everything = (*arrays, *outputs, *shapes)
     pointers = (ctypes.c_void_p * len(everything))(*(a.ctypes.data for a in everything))
     blocks = [g // t for g, t in zip(call["grid"], call["threadgroup"], strict=True)]
-    entry(pointers, *map(ctypes.c_int, (*blocks, int(np.prod(call["threadgroup"])))))
+    ndims = (ctypes.c_int * len(inputs))(*(x.ndim for x in inputs))
+    entry(pointers, *map(ctypes.c_int, (*blocks, int(np.prod(call["threadgroup"])))), ndims)
     return [
         mx.array(data).view(dtype).reshape(shape)
         for data, shape, dtype in zip(outputs, call["output_shapes"], call["output_dtypes"], strict=True)
@@ -66,6 +67,8 @@ def _source(kernel, inputs: list[mx.array], call: dict) -> str:
     for index, name in enumerate(kernel.input_names):  # set at each run, so that one build serves every shape
         shapes.append(f"static const int* {name}_shape;")
         settings.append(f"{name}_shape = (const int*)p[{len(names) + index}];")
+        shapes.append(f"static int {name}_ndim;")
+        settings.append(f"{name}_ndim = ndims[{index}];")
     constants = [
         f"using {name} = {_TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {int(value)};"
         for name, value in call["template"]
@@ -79,7 +82,7 @@ def _source(kernel, inputs: list[mx.array], call: dict) -> str:
             *constants,
             kernel.cuda_source,
             "}",
-            'extern "C" void run(void** p, int x, int y, int z, int threads) {',
+            'extern "C" void run(void** p, int x, int y, int z, int threads, const int* ndims) {',
             *settings,
             f"  run_grid(x, y, z, threads, [=] {{ body({', '.join(values)}); }});",
             "}",

@@ -272,6 +272,11 @@ def test_the_gpu_back_ends_get_the_text_and_the_call(monkeypatch, where):
     else:
         path = re.fullmatch(r'#include "(.+)"\n', fields["header"])[1]
         assert "__device__ inline int one(const  int* p)" in Path(path).read_text(encoding="utf-8")
+        path = re.fullmatch(r'#include "(.+)"\n// \n', fields["source"])[1]
+        assert Path(path).read_text(encoding="utf-8") == kernel.cuda_text()[1]
+        call(add_one(name="test_shaped", source="y[0] = x_shape[x_ndim - 1];"))
+        assert made[-1][0]["source"].endswith('"\n// x_shape x_ndim\n')  # or MLX would not pass them
+        assert made[-1][0]["name"].startswith("test_shaped_")
 
 
 def test_a_header_stays_in_the_text_where_no_file_can_be_written(monkeypatch):

@@ -55,14 +55,14 @@ def by_definition(model, tokens, rows):
 
     class Masked(Step):
         def _window_list(self):
-            listed = np.array(super()._window_list())
+            listed = super()._window_list()
             first = len(tokens) - rows
             hidden = (self.positions[:, None] >= first) & (listed < first)
             for row in range(self.length):  # what is seen stands in front, as at the start of a sequence
                 seen = listed[row][~hidden[row] & (listed[row] >= 0)]
                 listed[row] = -1
                 listed[row, : len(seen)] = seen
-            return mx.array(listed)
+            return listed
 
     cache, cut = model.make_cache(), model.config.first_decoder_layer
     cache.begin(1, len(tokens))
