@@ -4,14 +4,15 @@
 namespace ds4 {
 
 // Sums of 16 weight rows of each of MS matrices, rows base + 16 tile .., with the activation rows that `row_of_column`
-// names. They have the bits of the few rows' kernels: HALVES: units below the middle, then the rest, both sums added;
-// else units s, s + 4, .. for s = 0 .. 3 and the four sums added to zero in turn.
-template <int F, int NT, int MS, bool HALVES, class Names>
+// names. They have the bits of the few rows' kernels: units s, s + S, .. for each s below S and the sums added to zero in
+// turn; S = 0: units below the middle, then the rest, both sums added.
+template <int F, int NT, int MS, int S, class Names>
 __device__ __forceinline__ void expert_product(
     float (&sum)[MS][NT][4], uint4* stages, const Planes (&w)[MS], size_t base, int tile, int N, int K, const bf16* x,
     Names row_of_column, const uint4* grid) {
   typedef Weight<F> W;
-  constexpr int S = 4, OCTETS = W::UNIT / 8, COPIES = 8 * NT * OCTETS / 256;
+  constexpr bool HALVES = S == 0;
+  constexpr int OCTETS = W::UNIT / 8, COPIES = 8 * NT * OCTETS / 256;
   constexpr int D = MS == 1 ? 2 : 1;  // units in flight; the other matrix covers the wait of one
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int units = K / W::UNIT, half = (units + 1) / 2;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void expert_product(
       copy16_async(stage + n * OCTETS + tile_place(n, octet), sources[i] + unit * W::UNIT);
     }
   };
-  auto after = [&](int unit) { return HALVES ? unit + 1 : unit + S < units ? unit + S : unit % S + 1; };
+  auto after = [&](int unit) { return HALVES ? unit + 1 : unit + S < units ? unit + S : unit % max(S, 1) + 1; };
 
   float acc[MS][NT][4];
 #pragma unroll

@@ -18,7 +18,7 @@ import numpy as np
 
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div
-from ._quant_cuda import planes_of
+from ._quant_cuda import GATE_UP_SPLIT, planes_of
 from ._quant_tile_cuda import HEADER as TILE_HEADER
 
 HEADER = TILE_HEADER + (Path(__file__).parent / "_expert_tile.h").read_text()
@@ -53,7 +53,7 @@ _GATE_UP_SOURCE = (
     for (int at = begin; at < end; at += 8 * NT) {
       const int count = min(8 * NT, end - at);
       float sum[2][NT][4];
-      expert_product<F, NT, 2, false>(
+      expert_product<F, NT, 2, S>(
           sum, stages, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
           [&](int column) { return (size_t)(order[at + min(column, count - 1)] / SLOTS); }, grid_s);
 #pragma unroll
@@ -82,7 +82,7 @@ _DOWN_SOURCE = (
     for (int at = begin; at < end; at += 8 * NT) {
       const int count = min(8 * NT, end - at);
       float sum[1][NT][4];
-      expert_product<F, NT, 1, true>(
+      expert_product<F, NT, 1, 0>(
           sum, stages, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
           [&](int column) { return (size_t)order[at + min(column, count - 1)]; }, grid_s);
 #pragma unroll
@@ -117,7 +117,7 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -
     return _launch(
         _gate_up,
         [x, *planes_of(gate), *planes_of(up), order, starts, weights.reshape(-1)],
-        [("F", FORMAT_IDS[format]), ("SLOTS", slots), ("NT", _TILES), ("LIMIT_BITS", bits)],
+        [("F", FORMAT_IDS[format]), ("S", GATE_UP_SPLIT), ("SLOTS", slots), ("NT", _TILES), ("LIMIT_BITS", bits)],
         (E, F),
         (*chosen.shape, F),
     )

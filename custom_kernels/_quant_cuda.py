@@ -24,7 +24,7 @@ from ._tiles_cuda import PTX
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 _SMS = 132
-_GATE_UP_SPLIT = 4
+GATE_UP_SPLIT = 4
 DOWN_WARPS = 4
 
 HEADER = (
@@ -264,13 +264,13 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
 def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
     F = gate["codes"].shape[1]
-    template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1}
+    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
     return _gate_up_few(
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
-        grid=(ceil_div(F, 16) * 32 * _GATE_UP_SPLIT, chosen.size, 1),
-        threadgroup=(32 * _GATE_UP_SPLIT, 1, 1),
+        grid=(ceil_div(F, 16) * 32 * GATE_UP_SPLIT, chosen.size, 1),
+        threadgroup=(32 * GATE_UP_SPLIT, 1, 1),
         output_shapes=[(*chosen.shape, F)],
         output_dtypes=[mx.bfloat16],
     )[0]
