@@ -14,6 +14,7 @@ import numpy as np
 from mlx_ds4.formats import planes as block_planes
 
 from . import _quant_cuda
+from ._expert_few_cuda import FEW_HEADER
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, power_of_two
 
@@ -25,6 +26,7 @@ _FEWEST_WARPS = 4
 
 HEADER = (
     _quant_cuda.HEADER
+    + FEW_HEADER
     + """
 namespace ds4 {
 
@@ -88,15 +90,6 @@ __device__ __forceinline__ void float_rows(
       for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
       if (lane == 0 && m < M && first + r < N) y[(size_t)m * N + first + r] = T(total);
     }
-}
-
-// The sum of S warps from warp `from` on at element e of a tile, as the launch for one matrix adds it up.
-template <int S>
-__device__ __forceinline__ float team_sum(const float* part, int from, int e) {
-  if (S == 1) return part[from * 128 + e];
-  float sum = 0.f;
-  for (int s = 0; s < S; s++) sum += part[(from + s) * 128 + e];
-  return sum;
 }
 
 // One of several matrices that share the blocks of a launch: W warps a block, S of them for 16 weight rows; `block`

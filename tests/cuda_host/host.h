@@ -25,7 +25,7 @@ struct uint4 { unsigned x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Index { int x, y, z; };
-static Index threadIdx, blockIdx, blockDim;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 
 template <class To, class From>
 static To bits_as(From from) {
@@ -57,6 +57,9 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   unsigned out = 0;
   for (int i = 0; i < 4; i++) out |= unsigned(both >> (8 * ((select >> (4 * i)) & 7)) & 255) << (8 * i);
   return out;
+}
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -120,6 +123,7 @@ static void run_block(int threads) {
 static void run_grid(int x, int y, int z, int threads, std::function<void()> body) {
   thread_body = body;
   blockDim = {threads, 1, 1};
+  gridDim = {x, y, z};
   for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) run_block(threads);
