@@ -46,9 +46,8 @@ GATE_UP_FEW_SOURCE = (
     const int items = __popcll(firsts) * tiles;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int expert = expert_of(pair_of(firsts, item / tiles)), tile = item % tiles;
-      const unsigned long long mask = chosen_by(expert);
-      const int count = __popcll(mask);
-      const bf16* const row = (const bf16*)x + (size_t)(pair_of(mask, min(g, count - 1)) / SLOTS) * K;
+      const unsigned long long riders = chosen_by(expert);
+      const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, __popcll(riders) - 1)) / SLOTS) * K;
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
@@ -58,6 +57,8 @@ GATE_UP_FEW_SOURCE = (
         part[warp * 128 + 32 * c + lane] = gate[0][c];
         part[(S + warp) * 128 + 32 * c + lane] = up[0][c];
       }
+      const unsigned long long mask = chosen_by(expert);  // once more, which takes fewer registers than keeping it
+      const int count = __popcll(mask);
       __syncthreads();
       for (int e = threadIdx.x; e < 128; e += 32 * S) {
         const int c = e / 32, n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);

@@ -95,31 +95,23 @@ struct WideIq2 : Weight<IQ2_XXS> {
       signs[i] = (s << 15 & 0x80008000u) | (s << 12 & 0x40004000u) | (s << 9 & 0x20002000u) | (s << 6 & 0x10001000u);
     }
   }
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const Rows<NT>& x, int t, const uint4* tables) {
+  // Block j of a step: fragments of A and the scales of rows g and g + 8.
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, int t, const uint4* tables) const {
     const int lane = threadIdx.x & 31;
-    const unsigned char* grid = (const unsigned char*)(tables + (lane & 7));
-    const unsigned char* signs = (const unsigned char*)(tables + GRID) + 4 * (lane & 15);
-    // Turned so that the index of lane t lies at 128 times itself, its signs at 64 times.
-    const int turn_index = 25 + 8 * t & 31, turn_signs = 26 + 7 * t & 31;
+    const unsigned char* const grid = (const unsigned char*)(tables + (lane & 7));
+    const unsigned char* const signs = (const unsigned char*)(tables + GRID) + 4 * (lane & 15);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 a[2][4];
-      float scale[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
-        const uint4 v = *(const uint4*)(grid + (__funnelshift_r(index, index, turn_index) & 0x7f80));
-        const u32 sign = *(const u32*)(signs + (__funnelshift_r(rest, rest, turn_signs) & 0x1fc0));
-        a[r][0] = v.x ^ (sign & 0x80008000u);
-        a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
-        a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
-        a[r][3] = v.w ^ (sign << 3 & 0x80008000u);
-        // d / 8 (2 s + 1), exact, from 16 + s: the four highest bits moved to a float's highest fraction bits.
-        const float d = half_bits(this->d[r]);
-        scale[r] = fmaf(0.25f * d, __int_as_float((rest >> 9 & 0x00780000u) | 0x41800000u), -3.875f * d);
-      }
-      scaled_block(acc, a, x, 32 * j, scale[0], scale[1]);
+    for (int r = 0; r < 2; r++) {
+      const u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
+      // 128 times byte t, 64 times the t-th seven bits
+      const uint4 v = *(const uint4*)(grid + (__funnelshift_r(index, index, 25 + 8 * t) & 0x7f80));
+      const u32 sign = *(const u32*)(signs + (__funnelshift_r(rest, rest, 26 + 7 * t) & 0x1fc0));
+      a[r][0] = v.x ^ (sign & 0x80008000u);
+      a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
+      a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
+      a[r][3] = v.w ^ (sign << 3 & 0x80008000u);
+      // d (2 s + 1) / 8, exact, by way of 4 + s / 4: the highest four bits are moved to where a float's fraction begins.
+      scale[r] = half_bits(d[r]) * (__int_as_float((rest >> 9 & 0x00780000u) | 0x40800000u) - 3.875f);
     }
   }
 };
@@ -129,10 +121,30 @@ template <int F>
 struct Few : Weight<F> {
   static constexpr int AHEAD = (Weight<F>::SHALLOW + 1) / 2, TABLES = 1;
   static __device__ __forceinline__ void stage(uint4*) {}
+  static __device__ __forceinline__ void multiply_both(
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
+    w[0].multiply(one, x, t, tables);
+    w[1].multiply(two, x, t, tables);
+  }
 };
 template <>
 struct Few<IQ2_XXS> : WideIq2 {
   static constexpr int AHEAD = 1;
+  static __device__ __forceinline__ void multiply_both(
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 v = x.octet(0, 32 * j);
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 a[2][4];
+        float scale[2], p[4];
+        w[m].decode(a, scale, j, t, tables);
+        block32(p, a, v);
+        add_scaled(m ? two[0] : one[0], p, scale[0], scale[1]);
+      }
+    }
+  }
 };
 
 // product() of two matrices of one format with the same row of x, one step of each after the other.
@@ -143,43 +155,43 @@ __device__ __forceinline__ void two_products(
   typedef Few<F> W;
   constexpr int D = W::AHEAD;
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  Planes at[2][2];
-#pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const Planes row = row_of<F>(m ? w2 : w1, base + min(16 * tile + g + 8 * r, N - 1), K);
-      at[m][r].codes = row.codes + first * W::CODES + t * W::LANE_CODES;
-      at[m][r].scales = row.scales + first * W::SCALES + t * W::LANE_SCALES;
-      at[m][r].supers = row.supers + first * W::SUPERS;
-    }
+  // Row g of the first matrix, and how far from there row g + 8 and the second matrix are: fewer registers than pointers.
+  const size_t row = base + min(16 * tile + g, N - 1), other = base + min(16 * tile + g + 8, N - 1);
+  Planes at = row_of<F>(w1, row, K);
+  const Planes next = row_of<F>(w1, other, K);
+  const int codes_apart = next.codes - at.codes, scales_apart = next.scales - at.scales;
+  const int supers_apart = next.supers - at.supers;
+  const long long codes_to = (long long)w2.codes - (long long)w1.codes;
+  const long long scales_to = (long long)w2.scales - (long long)w1.scales;
+  const long long supers_to = (long long)w2.supers - (long long)w1.supers;
+  at.codes += first * W::CODES + t * W::LANE_CODES;
+  at.scales += first * W::SCALES + t * W::LANE_SCALES;
+  at.supers += first * W::SUPERS;
   Rows<1> columns;
   columns.p[0] = x + first * W::UNIT + t * W::LANE_COLUMNS;
   W ahead[D][2];
-  auto fetch = [&](int d, int unit) {
+  auto fetch = [&](W(&w)[2], int unit) {
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-      ahead[d][m].load(at[m], unit);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        at[m][r].codes += step * W::CODES;
-        at[m][r].scales += step * W::SCALES;
-        at[m][r].supers += step * W::SUPERS;
-      }
+      const Planes one = {at.codes + m * codes_to, at.scales + m * scales_to, at.supers + m * supers_to};
+      const Planes rows[2] = {one, {one.codes + codes_apart, one.scales + scales_apart, one.supers + supers_apart}};
+      w[m].load(rows, unit);
     }
+    at.codes += step * W::CODES;
+    at.scales += step * W::SCALES;
+    at.supers += step * W::SUPERS;
   };
 #pragma unroll
   for (int d = 0; d < D; d++)
-    if (first + d * step < end) fetch(d, first + d * step);
+    if (first + d * step < end) fetch(ahead[d], first + d * step);
   for (int unit = first; unit < end; unit += D * step) {
 #pragma unroll
     for (int d = 0; d < D; d++) {
       const int now = unit + d * step, later = now + D * step;
       if (now >= end) break;
-      ahead[d][0].multiply(one, columns, t, tables);
-      ahead[d][1].multiply(two, columns, t, tables);
+      W::multiply_both(ahead[d], one, two, columns, t, tables);
+      if (later < end) fetch(ahead[d], later);
       columns.p[0] += step * W::UNIT;
-      if (later < end) fetch(d, later);
     }
   }
 }
