@@ -31,9 +31,9 @@ GATE_UP_FEW_SOURCE = (
 """
     + _PAIRS
     + """
-    __shared__ uint4 tables[Few<F>::TABLES];
+    __shared__ uint4 tables[Few<F, true>::TABLES];
     __shared__ float part[2 * S * 128];
-    Few<F>::stage(tables);
+    Few<F, true>::stage(tables);
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w1 = {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1};
     const Planes w3 = {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3};
@@ -52,7 +52,7 @@ GATE_UP_FEW_SOURCE = (
       clear(gate);
       clear(up);
       __syncthreads();  // tables are there, and the sums of the item before are read
-      two_products<F>(gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F>::UNIT, tables);
+      two_products<F, true>(gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F, true>::UNIT, tables);
       for (int c = 0; c < 4; c++) {
         part[warp * 128 + 32 * c + lane] = gate[0][c];
         part[(S + warp) * 128 + 32 * c + lane] = up[0][c];

@@ -116,10 +116,10 @@ struct WideIq2 : Weight<IQ2_XXS> {
   }
 };
 
-// How the experts' gate and up are read by few rows: format, and how many steps of each are in flight.
-template <int F>
+// How gate and up are read by few rows: AHEAD steps of each in flight; WIDE where the block has room for wide tables.
+template <int F, bool WIDE>
 struct Few : Weight<F> {
-  static constexpr int AHEAD = (Weight<F>::SHALLOW + 1) / 2, TABLES = 1;
+  static constexpr int AHEAD = Weight<F>::SHALLOW / 2, TABLES = 1;
   static __device__ __forceinline__ void stage(uint4*) {}
   static __device__ __forceinline__ void multiply_both(
       Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
@@ -128,8 +128,8 @@ struct Few : Weight<F> {
   }
 };
 template <>
-struct Few<IQ2_XXS> : WideIq2 {
-  static constexpr int AHEAD = 1;
+struct Few<IQ2_XXS, true> : WideIq2 {
+  static constexpr int AHEAD = Weight<IQ2_XXS>::SHALLOW / 2;
   static __device__ __forceinline__ void multiply_both(
       Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
 #pragma unroll
@@ -148,11 +148,11 @@ struct Few<IQ2_XXS> : WideIq2 {
 };
 
 // product() of two matrices of one format with the same row of x, one step of each after the other.
-template <int F>
+template <int F, bool WIDE>
 __device__ __forceinline__ void two_products(
     float (&one)[1][4], float (&two)[1][4], const Planes& w1, const Planes& w2, size_t base, int tile, int N, int K,
     const bf16* x, int first, int step, int end, const uint4* tables) {
-  typedef Few<F> W;
+  typedef Few<F, WIDE> W;
   constexpr int D = W::AHEAD;
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   // Row g of the first matrix, and how far from there row g + 8 and the second matrix are: fewer registers than pointers.

@@ -64,6 +64,7 @@ __device__ __forceinline__ void float_rows(
   for (int r = 0; r < R; r++)
 #pragma unroll
     for (int m = 0; m < MOST; m++) sum[r][m] = 0.f;
+#pragma unroll 4  // reads of several octets on their way at a time
   for (int o = lane; o < K / 8; o += 32) {
     float w[R][8];
 #pragma unroll
@@ -235,9 +236,12 @@ _SHARED_SOURCE = """
     float gate[1][4], up[1][4];
     clear(gate);
     clear(up);
-    if (16 * tile < N) {
-      product<FG, 1>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s);
-      product<FU, 1>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s);
+    if (FG == FU && 16 * tile < N) {
+      two_products<FG, false>(
+          gate, up, w1, w3, 0, tile, N, K, rows.p[0], warp % S, S, K / Weight<FG>::UNIT, grid_s);
+    } else if (16 * tile < N) {
+      product<FG, 1, Weight<FG>::SHALLOW>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s);
+      product<FU, 1, Weight<FU>::SHALLOW>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s);
     }
     for (int c = 0; c < 4; c++) {
       part[warp * 128 + 32 * c + lane] = gate[0][c];
