@@ -231,8 +231,8 @@ def project(x, weight, streams, *, iters: int, eps: float, norm_eps: float) -> t
 def experts(a, down, chosen, shared, streams, *, iters: int, eps: float, norm_eps: float) -> tuple[mx.array, ...]:
     """a bfloat16 [N, slots, F], N up to 8; as `expand_matmul.experts_expand`."""
     inputs, template = _quant_cuda.down_inputs(a, *down, chosen, shared)
-    blocks = ceil_div(streams[0].shape[-1], 16)
-    return _launch(_experts, inputs, template, blocks, _quant_cuda.DOWN_WARPS, a.shape[0], streams, iters, eps, norm_eps)
+    blocks, warps = ceil_div(streams[0].shape[-1], 16), _quant_cuda.DOWN_WARPS
+    return _launch(_experts, inputs, template, blocks, warps, a.shape[0], streams, iters, eps, norm_eps)
 
 
 def _launch(kernel, inputs, template, blocks: int, warps: int, rows: int, streams, iters, eps, norm_eps):

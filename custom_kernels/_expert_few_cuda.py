@@ -52,7 +52,8 @@ GATE_UP_FEW_SOURCE = (
       clear(gate);
       clear(up);
       __syncthreads();  // tables are there, and the sums of the item before are read
-      two_products<F, true>(gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F, true>::UNIT, tables);
+      two_products<F, true>(
+          gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F, true>::UNIT, tables);
       for (int c = 0; c < 4; c++) {
         part[warp * 128 + 32 * c + lane] = gate[0][c];
         part[(S + warp) * 128 + 32 * c + lane] = up[0][c];
