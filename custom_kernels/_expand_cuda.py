@@ -9,13 +9,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from . import _quant_cuda
-from ._expert_few_cuda import DOWN_SETUP, DOWN_TASKS, DOWN_VALUE, FEW_HEADER
+from ._expert_few_cuda import DOWN_SETUP, DOWN_TASKS, DOWN_VALUE
 from ._kernel import Kernel, floats
 from ._octet import FORMAT_IDS, ceil_div
 
 HEADER = (
-    _quant_cuda.HEADER
-    + FEW_HEADER
+    _quant_cuda.FEW_HEADER
     + """
 namespace ds4 {
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-# Behind `_quant_cuda.HEADER`.
-FEW_HEADER = (Path(__file__).parent / "_few_mma.h").read_text()
-
 # The pairs (row, slot) that chose an expert are the columns of one tile.
 _PAIRS = """
     // At most 64 pairs: every warp holds all choices, two a lane, and knows the pairs of an expert as a bit mask.

@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ._expert_few_cuda import DOWN_FEW_SOURCE, FEW_HEADER, GATE_UP_FEW_SOURCE
+from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
@@ -33,6 +33,7 @@ HEADER = (
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
     + (Path(__file__).parent / "_quant_mma.h").read_text()
 )
+FEW_HEADER = HEADER + (Path(__file__).parent / "_few_mma.h").read_text()
 
 _PROLOGUE = """
     using namespace ds4;
@@ -181,7 +182,7 @@ _gate_up_few = _kernel(
     ["x", *_TWO, "chosen", "weights"],
     GATE_UP_FEW_SOURCE,
     "expert_matmul",
-    HEADER + FEW_HEADER,
+    FEW_HEADER,
 )
 _gate_up_many = _kernel(
     "expert_swiglu_many_mma",
@@ -195,7 +196,7 @@ _down_few = _kernel(
     DOWN_FEW_INPUTS,
     DOWN_FEW_SOURCE,
     "expert_matmul",
-    HEADER + FEW_HEADER,
+    FEW_HEADER,
 )
 _down_many = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_MANY_SOURCE, "expert_matmul")
 

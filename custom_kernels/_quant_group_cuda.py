@@ -14,7 +14,6 @@ import numpy as np
 from mlx_ds4.formats import planes as block_planes
 
 from . import _quant_cuda
-from ._expert_few_cuda import FEW_HEADER
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, power_of_two
 
@@ -25,8 +24,7 @@ _FLOAT_ROWS = 2  # as in the header
 _FEWEST_WARPS = 4
 
 HEADER = (
-    _quant_cuda.HEADER
-    + FEW_HEADER
+    _quant_cuda.FEW_HEADER
     + """
 namespace ds4 {
 

@@ -238,11 +238,11 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
-    own = _quant_cuda.HEADER
-    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own)]
+    own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
+    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(few)]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
-        assert head in (own, _quant_group_cuda.HEADER, _expand_cuda.HEADER)
+        assert head in (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER)
         texts.append(function(launch.kernel, launch, f"k{i}", body))
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
