@@ -98,7 +98,8 @@ DOWN_TASKS = """
       const unsigned long long mask = chosen_by(expert);
       if (mask & ((1ull << q) - 1)) continue;  // an earlier pair chose the same
       const int count = __popcll(mask);
-      for (int side = 0; side < 2; side++) {
+      for (int k = 0; k < 2; k++) {
+        const int side = k ^ (task / S & 1);  // the longer half goes to another warp each round
         if (task++ % S != warp) continue;
         Rows<1> rows;
         rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;

@@ -1,5 +1,5 @@
-// What kernels for at most 8 rows have beside `_quant_mma.h`: blocks that stay and go from tile to tile, so that weights
-// never stop coming. The sums are those of product(), bit for bit.
+// What kernels for at most 8 rows have beside `_quant_mma.h`: blocks that stay and go from tile to tile, so that
+// weights never stop coming. The sums are those of product(), bit for bit.
 
 namespace ds4 {
 
@@ -110,7 +110,7 @@ struct WideIq2 : Weight<IQ2_XXS> {
       a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
       a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
       a[r][3] = v.w ^ (sign << 3 & 0x80008000u);
-      // d (2 s + 1) / 8, exact, by way of 4 + s / 4: the highest four bits are moved to where a float's fraction begins.
+      // d (2 s + 1) / 8, exact, by way of 4 + s / 4: the highest four bits go to where a float's fraction begins.
       scale[r] = half_bits(d[r]) * (__int_as_float((rest >> 9 & 0x00780000u) | 0x40800000u) - 3.875f);
     }
   }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void two_products(
   typedef Few<F, WIDE> W;
   constexpr int D = W::AHEAD;
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  // Row g of the first matrix, and how far from there row g + 8 and the second matrix are: fewer registers than pointers.
+  // Row g of the first matrix, and how far row g + 8 and the second matrix are from there: fewer registers.
   const size_t row = base + min(16 * tile + g, N - 1), other = base + min(16 * tile + g + 8, N - 1);
   Planes at = row_of<F>(w1, row, K);
   const Planes next = row_of<F>(w1, other, K);

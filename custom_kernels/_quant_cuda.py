@@ -25,7 +25,7 @@ _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_
 SMS = 132
 _GATE_UP_SPLIT = 4
 DOWN_WARPS = 4
-_FEW_BLOCKS = 4  # of gate and up on a processor at a time
+_FEW_BLOCKS = {"Q4_K": 3}  # of gate and up at a time on a multiprocessor, by registers; 4 for the rest
 
 HEADER = (
     PTX + "#include <cuda_fp16.h>\n"
@@ -233,7 +233,7 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, sorted_pairs=Non
     template = {"F": FORMAT_IDS[format], "S": _GATE_UP_SPLIT, "SLOTS": chosen.shape[1]} | ({} if few else {"NT": 4})
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
     tiles = ceil_div(F, 16)
-    blocks = (min(tiles * chosen.size, _FEW_BLOCKS * SMS), 1) if few else (tiles, E)
+    blocks = (min(tiles * chosen.size, _FEW_BLOCKS.get(format, 4) * SMS), 1) if few else (tiles, E)
     return kernel(
         inputs=[x, *planes_of(gate), *planes_of(up), *lists, weights.reshape(-1)],
         template=list(template.items()),
