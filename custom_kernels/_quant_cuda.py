@@ -17,15 +17,17 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
 
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
-_SMS = 132
+SMS = 132
 GATE_UP_SPLIT = 4
 DOWN_WARPS = 4
+_FEW_BLOCKS = {"Q4_K": 3}  # of gate and up at a time on a multiprocessor, by registers; 4 for the rest
 
 HEADER = (
     PTX + "#include <cuda_fp16.h>\n"
@@ -33,6 +35,7 @@ HEADER = (
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
     + (Path(__file__).parent / "_quant_mma.h").read_text()
 )
+FEW_HEADER = HEADER + (Path(__file__).parent / "_few_mma.h").read_text()
 
 _PROLOGUE = """
     using namespace ds4;
@@ -82,161 +85,19 @@ DENSE_SOURCE = (
 """
 )
 
-# Both expert bodies: the pairs (row, slot) that chose an expert are the columns of one tile.
-_FEW_PAIRS = """
-    // At most 64 pairs: every warp holds all choices, two a lane, and knows the pairs of an expert as a bit mask.
-    const int P = rows_of(chosen_shape, chosen_ndim) * width_of(chosen_shape, chosen_ndim);
-    const int choice = lane < P ? chosen[lane] : -1, choice2 = lane + 32 < P ? chosen[lane + 32] : -1;
-    auto expert_of = [&](int q) { return __shfl_sync(~0u, q < 32 ? choice : choice2, q & 31); };
-    auto chosen_by = [&](int e) {
-      return (unsigned long long)__ballot_sync(~0u, choice2 == e) << 32 | __ballot_sync(~0u, choice == e);
-    };
-    auto pair_of = [](unsigned long long mask, int column) {
-      for (int i = 0; i < column; i++) mask &= mask - 1;
-      return __ffsll(mask) - 1;
-    };
-"""
 
-_GATE_UP_MAIN = """
-    float up[NT][4], gate[NT][4];
-    clear(gate);
-    clear(up);
-    product<F, NT, Weight<F>::SHALLOW>(
-        gate, w1, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
-    product<F, NT, Weight<F>::SHALLOW>(
-        up, w3, (size_t)expert * N, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
-    for (int i = 0; i < NT; i++)
-      for (int c = 0; c < 4; c++) {
-        part[(warp * NT + i) * 128 + 32 * c + lane] = gate[i][c];
-        part[((S + warp) * NT + i) * 128 + 32 * c + lane] = up[i][c];
-      }
-    __syncthreads();
-    for (int e = threadIdx.x; e < NT * 128; e += 32 * S) {
-      const int i = e / 128, c = e / 32 % 4, n = 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
-      float a = 0.f, b = 0.f;
-      for (int s = 0; s < S; s++) {
-        a += part[s * NT * 128 + e];
-        b += part[(S + s) * NT * 128 + e];
-      }
-      a = fminf(round_bf16(a), LIMIT);
-      b = fminf(fmaxf(round_bf16(b), -LIMIT), LIMIT);
-      if (n < count && r < N) y[(size_t)PAIR(n) * N + r] = bf16(weights[PAIR(n)] * (a / (1.f + expf(-a)) * b));
-    }
-"""
-
-_EXPERT_PLANES = """
-    const Planes w1 = {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1};
-    const Planes w3 = {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3};
-    __shared__ float part[2 * S * NT * 128];
-    const int tile = blockIdx.x, K = width_of(x_shape, x_ndim), N = codes1_shape[1];
-    Rows<NT> rows;
-"""
-
-_GATE_UP_FEW_SOURCE = (
-    """
-    // Block (tile, pair): 16 rows of gate and up of the expert of that pair, for all pairs with the same expert;
-    // blocks of later pairs of an expert have nothing to do.
-"""
-    + _PROLOGUE
-    + _FEW_PAIRS
-    + _EXPERT_PLANES
-    + """
-    const float LIMIT = __int_as_float(LIMIT_BITS);
-    const int pair = blockIdx.y, expert = expert_of(pair);
-    const unsigned long long mask = chosen_by(expert);
-    if (mask & ((1ull << pair) - 1)) return;
-    const int count = __popcll(mask);
-    rows.p[0] = (const bf16*)x + (size_t)(pair_of(mask, min(g, count - 1)) / SLOTS) * K;
-#define PAIR(n) pair_of(mask, n)
-"""
-    + _GATE_UP_MAIN
-)
-
-DOWN_FEW_SOURCE = (
-    """
-    // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round
-    // the warps, then the shares of the SS warps that would multiply the shared expert's matrix alone. Then the halves
-    // are added, rounded, and summed over each row's slots. SHARED: 0 nothing, 1 values to add, 2 a product.
-"""
-    + _PROLOGUE.replace("F == IQ2_XXS", "(F == IQ2_XXS || FS == IQ2_XXS)")
-    + _FEW_PAIRS
-    + """
-    __shared__ float part[2][64][16];
-    __shared__ float share[SHARED == 2 ? SS * 128 : 1];
-    const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
-    const int tile = blockIdx.x, K = width_of(x_shape, x_ndim), N = codes_shape[1];
-    const int units = K / Weight<F>::UNIT, half = (units + 1) / 2;
-    int task = 0;
-    for (int q = 0; q < P; q++) {
-      const int expert = expert_of(q);
-      const unsigned long long mask = chosen_by(expert);
-      if (mask & ((1ull << q) - 1)) continue;  // an earlier pair chose the same
-      const int count = __popcll(mask);
-      for (int side = 0; side < 2; side++) {
-        if (task++ % S != warp) continue;
-        Rows<1> rows;
-        rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;
-        float acc[1][4];
-        clear(acc);
-        product<F, 1, Weight<F>::SHALLOW>(
-            acc, w, (size_t)expert * N, tile, N, K, rows, side ? half : 0, 1, side ? units : half, grid_s);
-        for (int c = 0; c < 4; c++) {
-          const int n = 2 * t + (c & 1);
-          if (n < count) part[side][pair_of(mask, n)][g + 8 * (c >> 1)] = acc[0][c];
-        }
-      }
-    }
-    if (SHARED == 2) {
-      const Planes ws = {
-          (const unsigned char*)shared_codes, (const unsigned char*)shared_scales, (const unsigned char*)shared_supers};
-      const int width = width_of(shared_shape, shared_ndim);
-      Rows<1> rows;
-      rows.p[0] = (const bf16*)shared + (size_t)min(g, P / SLOTS - 1) * width;
-      for (int s = 0; s < SS; s++) {
-        if (task++ % S != warp) continue;
-        float acc[1][4];
-        clear(acc);
-        product<FS, 1>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s);
-        for (int c = 0; c < 4; c++) share[s * 128 + 32 * c + lane] = acc[0][c];
-      }
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < P / SLOTS * 16; e += 32 * S) {
-      const int n = e / 16, r = 16 * tile + e % 16;
-      if (r >= N) continue;
-      float sum = 0.f;
-      for (int s = 0; s < SLOTS; s++) {
-        const int pair = n * SLOTS + s;
-        sum += round_bf16(part[0][pair][e % 16] + part[1][pair][e % 16]);
-      }
-      if (SHARED == 1) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + r]);
-      if (SHARED == 2) {  // the lane and the register that hold row e % 16, column n
-        const int at = 32 * ((n & 1) + 2 * (e % 16 / 8)) + 4 * (e % 8) + n / 2;
-        float added = SS == 1 ? share[at] : 0.f;
-        for (int s = 0; SS > 1 && s < SS; s++) added += share[s * 128 + at];
-        sum += round_bf16(added);
-      }
-      y[(size_t)n * N + r] = bf16(sum);
-    }
-"""
-)
-
-
-def _kernel(name: str, inputs: list[str], source: str, family: str) -> Kernel:
-    return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=HEADER, exact=False, family=family)
+def _kernel(name: str, inputs: list[str], source: str, family: str, header: str = HEADER) -> Kernel:
+    return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=header, exact=False, family=family)
 
 
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
-_gate_up_few = _kernel("expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], _GATE_UP_FEW_SOURCE, "expert_matmul")
-DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
-_down_few = _kernel(
-    "expert_down_few_mma",
-    DOWN_FEW_INPUTS,
-    DOWN_FEW_SOURCE,
-    "expert_matmul",
+_gate_up_few = _kernel(
+    "expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], GATE_UP_FEW_SOURCE, "expert_matmul", FEW_HEADER
 )
+DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
+_down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", FEW_HEADER)
 
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:
@@ -264,12 +125,13 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
 def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
     F = gate["codes"].shape[1]
-    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1], "NT": 1}
+    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1]}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
+    blocks = min(ceil_div(F, 16) * chosen.size, _FEW_BLOCKS.get(format, 4) * SMS)
     return _gate_up_few(
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
-        grid=(ceil_div(F, 16) * 32 * GATE_UP_SPLIT, chosen.size, 1),
+        grid=(blocks * 32 * GATE_UP_SPLIT, 1, 1),
         threadgroup=(32 * GATE_UP_SPLIT, 1, 1),
         output_shapes=[(*chosen.shape, F)],
         output_dtypes=[mx.bfloat16],
@@ -311,6 +173,6 @@ def planes_of(planes: dict[str, mx.array]) -> list[mx.array]:
 def split(tiles: int, units: int) -> int:
     """Warps that share 16 rows: enough of them for the card, each with work; depends on the weight alone."""
     warps = 1
-    while warps < 8 and warps * 4 <= units and tiles * warps < 16 * _SMS:
+    while warps < 8 and warps * 4 <= units and tiles * warps < 16 * SMS:
         warps *= 2
     return warps

@@ -25,7 +25,7 @@ _FLOAT_ROWS = 2  # as in the header
 _FEWEST_WARPS = 4
 
 HEADER = (
-    _quant_cuda.HEADER
+    _quant_cuda.FEW_HEADER
     + """
 namespace ds4 {
 
@@ -63,6 +63,7 @@ __device__ __forceinline__ void float_rows(
   for (int r = 0; r < R; r++)
 #pragma unroll
     for (int m = 0; m < MOST; m++) sum[r][m] = 0.f;
+#pragma unroll 4  // reads of several octets on their way at a time
   for (int o = lane; o < K / 8; o += 32) {
     float w[R][8];
 #pragma unroll
@@ -89,15 +90,6 @@ __device__ __forceinline__ void float_rows(
       for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
       if (lane == 0 && m < M && first + r < N) y[(size_t)m * N + first + r] = T(total);
     }
-}
-
-// The sum of S warps from warp `from` on at element e of a tile, as the launch for one matrix adds it up.
-template <int S>
-__device__ __forceinline__ float team_sum(const float* part, int from, int e) {
-  if (S == 1) return part[from * 128 + e];
-  float sum = 0.f;
-  for (int s = 0; s < S; s++) sum += part[(from + s) * 128 + e];
-  return sum;
 }
 
 // One of several matrices that share the blocks of a launch: W warps a block, S of them for 16 weight rows; `block`
@@ -244,9 +236,12 @@ _SHARED_SOURCE = """
     float gate[1][4], up[1][4];
     clear(gate);
     clear(up);
-    if (16 * tile < N) {
-      product<FG, 1>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s);
-      product<FU, 1>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s);
+    if (FG == FU && 16 * tile < N) {
+      two_products<FG, false>(
+          gate, up, w1, w3, 0, tile, N, K, rows.p[0], warp % S, S, K / Weight<FG>::UNIT, grid_s);
+    } else if (16 * tile < N) {
+      product<FG, 1, Weight<FG>::SHALLOW>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s);
+      product<FU, 1, Weight<FU>::SHALLOW>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s);
     }
     for (int c = 0; c < 4; c++) {
       part[warp * 128 + 32 * c + lane] = gate[0][c];

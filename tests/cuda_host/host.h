@@ -64,6 +64,9 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   for (int i = 0; i < 4; i++) out |= unsigned(both >> (8 * ((select >> (4 * i)) & 7)) & 255) << (8 * i);
   return out;
 }
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
+}
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }

@@ -176,7 +176,7 @@ def test_float_rows_add_up_as_the_portable_text(traced, format):
 
 @pytest.mark.parametrize("formats", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4")])
 @pytest.mark.parametrize("rows", [1, 4, 13])
-def test_experts(traced, formats, rows):
+def test_experts(traced, monkeypatch, formats, rows):
     """Few rows (bit masks of pairs) and many (pairs sorted by expert) against the reference, and with one another."""
     rng = np.random.default_rng(3)
     E, K, F, C = 5, 3, 256, 256
@@ -209,6 +209,8 @@ def test_experts(traced, formats, rows):
     if rows <= 8:
         for got, same in zip(both(few=True), many, strict=True):
             assert mx.array_equal(got, same)
+        monkeypatch.setattr(_quant_cuda, "SMS", 1)  # a block then makes several tiles
+        assert mx.array_equal(both(few=True)[0], many[0])
         ready = product(shared[0], *shared[1])  # for a weight that tensor cores do not take
         added = run(lambda: _quant_cuda.down_few(many[0], formats[1], planes, chosen, ready))
         assert mx.array_equal(added, many[1])
@@ -311,9 +313,11 @@ def test_partial_sums_of_many_rows(traced, rows, M, C):
         assert mx.array_equal(alone[0], got[row])
 
 
+@pytest.mark.parametrize("processors", [132, 2])
 @pytest.mark.parametrize(("M", "C", "width"), [(4, 40, 128), (2, 72, 1024), (1, 16, 256)])
-def test_projection_that_expands(traced, M, C, width):
-    """One warp for 16 rows and several; one row alone as among three."""
+def test_projection_that_expands(traced, monkeypatch, M, C, width, processors):
+    """One warp for 16 rows and several; a tile for each block and up to three; one row alone as among three."""
+    monkeypatch.setattr(_quant_cuda, "SMS", processors)
     weight = ("Q8_0", random_planes(np.random.default_rng(9), "Q8_0", C, width))
     x, streams = rows_of(3, width), streams_of(3, M, C)
     got = run_all(lambda: _expand_cuda.project(x, weight, streams, **STEPS))

@@ -249,14 +249,14 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
-    own = _quant_cuda.HEADER
+    own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
-    others = (_quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile)
-    texts = [MLX, own, *[head.removeprefix(own) for head in others[:3]], expert_tile.removeprefix(tile)]
-    texts.append(_hyper_cuda.HEADER)
+    heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
+    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(few), tile.removeprefix(own)]
+    texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
-        assert head in (own, *others, _hyper_cuda.HEADER)
+        assert head in heads
         texts.append(function(launch.kernel, launch, f"k{i}", body))
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""

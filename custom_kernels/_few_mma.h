@@ -1,0 +1,199 @@
+// What kernels for at most 8 rows have beside `_quant_mma.h`: blocks that stay and go from tile to tile, so that
+// weights never stop coming. The sums are those of product(), bit for bit.
+
+namespace ds4 {
+
+// The sum of S warps from warp `from` on at element e of a tile, as the launch for one matrix adds it up.
+template <int S>
+__device__ __forceinline__ float team_sum(const float* part, int from, int e) {
+  if (S == 1) return part[from * 128 + e];
+  float sum = 0.f;
+#pragma unroll
+  for (int s = 0; s < S; s++) sum += part[(from + s) * 128 + e];
+  return sum;
+}
+
+// Where a tile's share of 128 floats holds weight row i of 16 and column n: register and lane of mma's sums.
+__device__ __forceinline__ int element_of(int i, int n) { return 32 * ((n & 1) + 2 * (i / 8)) + 4 * (i % 8) + n / 2; }
+
+// The products of a warp with tiles first, first + stride, .. of `tiles`, units from..end by `step` of each as in
+// product(); done(tile, sums) after each. Reads run ahead across tiles. There is a unit for every warp.
+template <int F, typename Done>
+__device__ __forceinline__ void stream_tiles(
+    const Planes& w, int first, int stride, int tiles, int N, int K, const bf16* x, int from, int step, int end,
+    const uint4* grid, Done done) {
+  typedef Weight<F> W;
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  Planes at[2];
+  int read_tile = first, read_unit = from;  // what is fetched next
+  auto point = [&] {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Planes row = row_of<F>(w, min(16 * read_tile + g + 8 * r, N - 1), K);
+      at[r].codes = row.codes + from * W::CODES + t * W::LANE_CODES;
+      at[r].scales = row.scales + from * W::SCALES + t * W::LANE_SCALES;
+      at[r].supers = row.supers + from * W::SUPERS;
+    }
+  };
+  auto fetch = [&](W& ahead) {
+    if (read_tile >= tiles) return;
+    ahead.load(at, read_unit);
+    read_unit += step;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      at[r].codes += step * W::CODES;
+      at[r].scales += step * W::SCALES;
+      at[r].supers += step * W::SUPERS;
+    }
+    if (read_unit >= end) {
+      read_unit = from;
+      read_tile += stride;
+      if (read_tile < tiles) point();
+    }
+  };
+  if (first < tiles) point();
+  W ahead[W::DEPTH];
+#pragma unroll
+  for (int d = 0; d < W::DEPTH; d++) fetch(ahead[d]);
+  Rows<1> columns;
+  columns.p[0] = x + from * W::UNIT + t * W::LANE_COLUMNS;
+  float sums[1][4];
+  clear(sums);
+  for (int tile = first, unit = from; tile < tiles;) {
+#pragma unroll
+    for (int d = 0; d < W::DEPTH; d++) {
+      if (tile >= tiles) break;
+      ahead[d].multiply(sums, columns, t, grid);
+      fetch(ahead[d]);
+      columns.p[0] += step * W::UNIT;
+      unit += step;
+      if (unit < end) continue;
+      done(tile, sums[0]);
+      clear(sums);
+      columns.p[0] -= (unit - from) * W::UNIT;
+      unit = from;
+      tile += stride;
+    }
+  }
+}
+
+// IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them: 8 copies of
+// the grid and 16 of the 128 patterns of signs, each read by the lanes whose banks it fills.
+struct WideIq2 : Weight<IQ2_XXS> {
+  static constexpr int GRID = 256 * 8, TABLES = GRID + 128 * 16 / 4;  // in uint4
+  // By all threads; needs a barrier before use.
+  static __device__ __forceinline__ void stage(uint4* tables) {
+    for (int i = threadIdx.x; i < GRID; i += blockDim.x) {
+      const u32 low = IQ2_WORDS[2 * (i / 8)], high = IQ2_WORDS[2 * (i / 8) + 1];
+      tables[i] = make_uint4(low_pair(low), high_pair(low), low_pair(high), high_pair(high));
+    }
+    u32* signs = (u32*)(tables + GRID);
+    for (int i = threadIdx.x; i < 128 * 16; i += blockDim.x) {
+      u32 s = i / 16;
+      s |= (__popc(s) & 1) << 7;
+      s = (s & 0x55) | ((s & 0xaa) << 15);  // even columns in the low half, odd ones in the high half
+      signs[i] = (s << 15 & 0x80008000u) | (s << 12 & 0x40004000u) | (s << 9 & 0x20002000u) | (s << 6 & 0x10001000u);
+    }
+  }
+  // Block j of a step: fragments of A and the scales of rows g and g + 8.
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, int t, const uint4* tables) const {
+    const int lane = threadIdx.x & 31;
+    const unsigned char* const grid = (const unsigned char*)(tables + (lane & 7));
+    const unsigned char* const signs = (const unsigned char*)(tables + GRID) + 4 * (lane & 15);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
+      // 128 times byte t, 64 times the t-th seven bits
+      const uint4 v = *(const uint4*)(grid + (__funnelshift_r(index, index, 25 + 8 * t) & 0x7f80));
+      const u32 sign = *(const u32*)(signs + (__funnelshift_r(rest, rest, 26 + 7 * t) & 0x1fc0));
+      a[r][0] = v.x ^ (sign & 0x80008000u);
+      a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
+      a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
+      a[r][3] = v.w ^ (sign << 3 & 0x80008000u);
+      // d (2 s + 1) / 8, exact, by way of 4 + s / 4: the highest four bits go to where a float's fraction begins.
+      scale[r] = half_bits(d[r]) * (__int_as_float((rest >> 9 & 0x00780000u) | 0x40800000u) - 3.875f);
+    }
+  }
+};
+
+// How gate and up are read by few rows: AHEAD steps of each in flight; WIDE where the block has room for wide tables.
+template <int F, bool WIDE>
+struct Few : Weight<F> {
+  static constexpr int AHEAD = Weight<F>::SHALLOW / 2, TABLES = 1;
+  static __device__ __forceinline__ void stage(uint4*) {}
+  static __device__ __forceinline__ void multiply_both(
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
+    w[0].multiply(one, x, t, tables);
+    w[1].multiply(two, x, t, tables);
+  }
+};
+template <>
+struct Few<IQ2_XXS, true> : WideIq2 {
+  static constexpr int AHEAD = Weight<IQ2_XXS>::SHALLOW / 2;
+  static __device__ __forceinline__ void multiply_both(
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 v = x.octet(0, 32 * j);
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        u32 a[2][4];
+        float scale[2], p[4];
+        w[m].decode(a, scale, j, t, tables);
+        block32(p, a, v);
+        add_scaled(m ? two[0] : one[0], p, scale[0], scale[1]);
+      }
+    }
+  }
+};
+
+// product() of two matrices of one format with the same row of x, one step of each after the other.
+template <int F, bool WIDE>
+__device__ __forceinline__ void two_products(
+    float (&one)[1][4], float (&two)[1][4], const Planes& w1, const Planes& w2, size_t base, int tile, int N, int K,
+    const bf16* x, int first, int step, int end, const uint4* tables) {
+  typedef Few<F, WIDE> W;
+  constexpr int D = W::AHEAD;
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  // Row g of the first matrix, and how far row g + 8 and the second matrix are from there: fewer registers.
+  const size_t row = base + min(16 * tile + g, N - 1), other = base + min(16 * tile + g + 8, N - 1);
+  Planes at = row_of<F>(w1, row, K);
+  const Planes next = row_of<F>(w1, other, K);
+  const int codes_apart = next.codes - at.codes, scales_apart = next.scales - at.scales;
+  const int supers_apart = next.supers - at.supers;
+  const long long codes_to = (long long)w2.codes - (long long)w1.codes;
+  const long long scales_to = (long long)w2.scales - (long long)w1.scales;
+  const long long supers_to = (long long)w2.supers - (long long)w1.supers;
+  at.codes += first * W::CODES + t * W::LANE_CODES;
+  at.scales += first * W::SCALES + t * W::LANE_SCALES;
+  at.supers += first * W::SUPERS;
+  Rows<1> columns;
+  columns.p[0] = x + first * W::UNIT + t * W::LANE_COLUMNS;
+  W ahead[D][2];
+  auto fetch = [&](W(&w)[2], int unit) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      const Planes one = {at.codes + m * codes_to, at.scales + m * scales_to, at.supers + m * supers_to};
+      const Planes rows[2] = {one, {one.codes + codes_apart, one.scales + scales_apart, one.supers + supers_apart}};
+      w[m].load(rows, unit);
+    }
+    at.codes += step * W::CODES;
+    at.scales += step * W::SCALES;
+    at.supers += step * W::SUPERS;
+  };
+#pragma unroll
+  for (int d = 0; d < D; d++)
+    if (first + d * step < end) fetch(ahead[d], first + d * step);
+  for (int unit = first; unit < end; unit += D * step) {
+#pragma unroll
+    for (int d = 0; d < D; d++) {
+      const int now = unit + d * step, later = now + D * step;
+      if (now >= end) break;
+      W::multiply_both(ahead[d], one, two, columns, t, tables);
+      if (later < end) fetch(ahead[d], later);
+      columns.p[0] += step * W::UNIT;
+    }
+  }
+}
+
+}  // namespace ds4
