@@ -76,11 +76,16 @@ GATE_UP_FEW_SOURCE = (
 # What a block of `expert_down` begins with, the tasks of its first S warps, and what they come to. A task is one half
 # of the width for one expert; tasks go round the warps, then the shares of the SS warps that would multiply the shared
 # expert's matrix alone. SHARED: 0 nothing, 1 values to add, 2 a product.
-DOWN_SETUP = (
-    _PAIRS
+DOWN_FEW_SOURCE = (
+    """
+    // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round
+    // the warps, then the shares of the SS warps that would multiply the shared expert's matrix alone. Then the halves
+    // are added, rounded, and summed over each row's slots. SHARED: 0 nothing, 1 values to add, 2 a product.
+"""
+    + _PAIRS
     + """
-    __shared__ uint4 grid_s[F == IQ2_XXS || (SHARED == 2 && FS == IQ2_XXS) ? 256 : 1];
-    if (F == IQ2_XXS || (SHARED == 2 && FS == IQ2_XXS)) {
+    __shared__ uint4 grid_s[F == IQ2_XXS || FS == IQ2_XXS ? 256 : 1];
+    if (F == IQ2_XXS || FS == IQ2_XXS) {
       stage_grid(grid_s);
       __syncthreads();
     }
@@ -88,9 +93,6 @@ DOWN_SETUP = (
     __shared__ float share[SHARED == 2 ? SS * 128 : 1];
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
     const int tile = blockIdx.x, K = width_of(x_shape, x_ndim), N = codes_shape[1];
-"""
-)
-DOWN_TASKS = """
     const int units = K / Weight<F>::UNIT, half = (units + 1) / 2;
     int task = 0;
     for (int q = 0; q < P; q++) {
@@ -98,8 +100,7 @@ DOWN_TASKS = """
       const unsigned long long mask = chosen_by(expert);
       if (mask & ((1ull << q) - 1)) continue;  // an earlier pair chose the same
       const int count = __popcll(mask);
-      for (int k = 0; k < 2; k++) {
-        const int side = k ^ (task / S & 1);  // the longer half goes to another warp each round
+      for (int side = 0; side < 2; side++) {
         if (task++ % S != warp) continue;
         Rows<1> rows;
         rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;
@@ -123,37 +124,27 @@ DOWN_TASKS = """
         if (task++ % S != warp) continue;
         float acc[1][4];
         clear(acc);
-        product<FS, 1, Weight<FS>::SHALLOW>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s);
+        product<FS, 1>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s);
         for (int c = 0; c < 4; c++) share[s * 128 + 32 * c + lane] = acc[0][c];
       }
     }
-"""
-DOWN_VALUE = """
-    // Row n of x, output i of the tile: halves added, rounded, and summed over the row's slots.
-    auto value = [&](int n, int i) {
+    __syncthreads();
+    for (int e = threadIdx.x; e < P / SLOTS * 16; e += 32 * S) {
+      const int n = e / 16, r = 16 * tile + e % 16;
+      if (r >= N) continue;
       float sum = 0.f;
       for (int s = 0; s < SLOTS; s++) {
         const int pair = n * SLOTS + s;
-        sum += round_bf16(part[0][pair][i] + part[1][pair][i]);
+        sum += round_bf16(part[0][pair][e % 16] + part[1][pair][e % 16]);
       }
-      if (SHARED == 1) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + 16 * tile + i]);
-      if (SHARED == 2) sum += round_bf16(team_sum<SS>(share, 0, element_of(i, n)));
-      return sum;
-    };
-"""
-
-DOWN_FEW_SOURCE = (
-    """
-    // Block: 16 output rows of all distinct experts.
-"""
-    + DOWN_SETUP
-    + DOWN_TASKS
-    + "    __syncthreads();"
-    + DOWN_VALUE
-    + """
-    for (int e = threadIdx.x; e < P / SLOTS * 16; e += 32 * S) {
-      const int n = e / 16, r = 16 * tile + e % 16;
-      if (r < N) y[(size_t)n * N + r] = bf16(value(n, e % 16));
+      if (SHARED == 1) sum += __bfloat162float(((const bf16*)shared)[(size_t)n * N + r]);
+      if (SHARED == 2) {  // the lane and the register that hold row e % 16, column n
+        const int at = 32 * ((n & 1) + 2 * (e % 16 / 8)) + 4 * (e % 8) + n / 2;
+        float added = SS == 1 ? share[at] : 0.f;
+        for (int s = 0; SS > 1 && s < SS; s++) added += share[s * 128 + at];
+        sum += round_bf16(added);
+      }
+      y[(size_t)n * N + r] = bf16(sum);
     }
 """
 )

@@ -1,5 +1,4 @@
-// What kernels for at most 8 rows have beside `_quant_mma.h`: blocks that stay and go from tile to tile, so that
-// weights never stop coming. The sums are those of product(), bit for bit.
+// What kernels for at most 8 rows have beside `_quant_mma.h`. The sums are those of product(), bit for bit.
 
 namespace ds4 {
 
@@ -11,70 +10,6 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
 #pragma unroll
   for (int s = 0; s < S; s++) sum += part[(from + s) * 128 + e];
   return sum;
-}
-
-// Where a tile's share of 128 floats holds weight row i of 16 and column n: register and lane of mma's sums.
-__device__ __forceinline__ int element_of(int i, int n) { return 32 * ((n & 1) + 2 * (i / 8)) + 4 * (i % 8) + n / 2; }
-
-// The products of a warp with tiles first, first + stride, .. of `tiles`, units from..end by `step` of each as in
-// product(); done(tile, sums) after each. Reads run ahead across tiles. There is a unit for every warp.
-template <int F, typename Done>
-__device__ __forceinline__ void stream_tiles(
-    const Planes& w, int first, int stride, int tiles, int N, int K, const bf16* x, int from, int step, int end,
-    const uint4* grid, Done done) {
-  typedef Weight<F> W;
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  Planes at[2];
-  int read_tile = first, read_unit = from;  // what is fetched next
-  auto point = [&] {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const Planes row = row_of<F>(w, min(16 * read_tile + g + 8 * r, N - 1), K);
-      at[r].codes = row.codes + from * W::CODES + t * W::LANE_CODES;
-      at[r].scales = row.scales + from * W::SCALES + t * W::LANE_SCALES;
-      at[r].supers = row.supers + from * W::SUPERS;
-    }
-  };
-  auto fetch = [&](W& ahead) {
-    if (read_tile >= tiles) return;
-    ahead.load(at, read_unit);
-    read_unit += step;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      at[r].codes += step * W::CODES;
-      at[r].scales += step * W::SCALES;
-      at[r].supers += step * W::SUPERS;
-    }
-    if (read_unit >= end) {
-      read_unit = from;
-      read_tile += stride;
-      if (read_tile < tiles) point();
-    }
-  };
-  if (first < tiles) point();
-  W ahead[W::DEPTH];
-#pragma unroll
-  for (int d = 0; d < W::DEPTH; d++) fetch(ahead[d]);
-  Rows<1> columns;
-  columns.p[0] = x + from * W::UNIT + t * W::LANE_COLUMNS;
-  float sums[1][4];
-  clear(sums);
-  for (int tile = first, unit = from; tile < tiles;) {
-#pragma unroll
-    for (int d = 0; d < W::DEPTH; d++) {
-      if (tile >= tiles) break;
-      ahead[d].multiply(sums, columns, t, grid);
-      fetch(ahead[d]);
-      columns.p[0] += step * W::UNIT;
-      unit += step;
-      if (unit < end) continue;
-      done(tile, sums[0]);
-      clear(sums);
-      columns.p[0] -= (unit - from) * W::UNIT;
-      unit = from;
-      tile += stride;
-    }
-  }
 }
 
 // IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them: 8 copies of

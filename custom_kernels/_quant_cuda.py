@@ -97,7 +97,7 @@ _gate_up_few = _kernel(
     "expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], GATE_UP_FEW_SOURCE, "expert_matmul", FEW_HEADER
 )
 DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
-_down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", FEW_HEADER)
+_down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul")
 
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:

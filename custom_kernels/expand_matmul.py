@@ -7,9 +7,8 @@ The formulas are those of quant_matmul.py, expert_matmul.py and hyper_connection
 
 Kernels (up to 8 rows), within tolerance of the references and bit for bit the two launches that each stands for: a
 channel of h' needs y at that channel only. The row's coefficients are made by one simdgroup of every threadgroup, while
-the others multiply: about 700 instructions a row, in 320 threadgroups for 5120 channels. On CUDA that simdgroup has
-nothing else to do than make them for all rows and expand the streams. Bytes: the weight once, h in, h' out. More rows
-take the launches one by one.
+the others multiply: about 700 instructions a row, in 320 threadgroups for 5120 channels. Bytes: the weight once, h in,
+h' out. More rows take the launches one by one.
 """
 
 from __future__ import annotations

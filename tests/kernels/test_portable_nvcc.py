@@ -252,7 +252,7 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
     heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
-    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(few), tile.removeprefix(own)]
+    texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
     texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER]
     for i, launch in enumerate(kinds.values()):
         head, body = launch.kernel.cuda_text()
