@@ -2,7 +2,7 @@
 
     python -m benchmarks.launches [--rows N] [--reference]
 
-Counts the kernels that a GPU would launch (`custom_kernels/_count.py`) for each kind of layer of the shipped model,
+Counts the kernels that a GPU would launch (`custom_kernels/_count.py`) for each kind of layer of a tiny model,
 which has every kind, and multiplies by how often the kind stands in the release. `--reference` counts plain MLX
 operations.
 """
@@ -13,16 +13,15 @@ import argparse
 
 import mlx.core as mx
 
-from mlx_ds4.api import shipped_model
 from mlx_ds4.cache import Cache
 from mlx_ds4.custom_kernels._count import count_primitives, format_table
 from mlx_ds4.custom_kernels._switches import use_kernels
-from mlx_ds4.loader import load_model
 from mlx_ds4.model.model import Model
 from mlx_ds4.model.step import Step
+from mlx_ds4.random_model import cut_config, random_model
 
-CONTEXT = 64  # beyond the shipped model's top-k, so that selection works
-# kind -> (layer of the shipped model, whether Engram rides along, how many the release has)
+CONTEXT = 64  # beyond the tiny model's top-k, so that selection works
+# kind -> (layer of the tiny model, whether Engram rides along, how many the release has)
 KINDS = {
     "window": (0, False, 1),
     "window, Engram": (1, True, 1),
@@ -32,6 +31,11 @@ KINDS = {
     "reindex": (5, False, 4),
     "reuse": (3, False, 30),
 }
+
+
+def tiny_model() -> Model:
+    """Random weights in the Q2 recipe, Engram in two layers."""
+    return random_model(cut_config(size="tiny", engram=True), "q2")
 
 
 def table(model: Model, rows: int) -> str:
@@ -80,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="rows of the step (1 to 8)")
     parser.add_argument("--reference", action="store_true", help="count plain MLX operations")
     options = parser.parse_args()
-    model = load_model(shipped_model())[0]
+    model = tiny_model()
     with use_kernels("reference" if options.reference else "auto"):
         print(table(model, options.rows))
 

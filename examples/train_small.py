@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--length", type=int, default=512, help="tokens of a sequence (512)")
     train.add_argument("--learning-rate", type=float, default=2e-3, help="at its highest (0.002)")
     train.add_argument("--steps", type=int, help="end by steps instead of minutes, to try it out")
+    train.add_argument(
+        "--model", type=Path, metavar="RUN", help="only train a drafter, on the model of this finished run"
+    )
     train.add_argument("--checkpoint", type=Path, metavar="FILE", help="save the state here every minute")
     train.add_argument("--resume", action="store_true", help="go on from --checkpoint")
 
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
             options = Options(
                 minutes=args.minutes, batch=args.batch, length=args.length, learning_rate=args.learning_rate,
-                steps=args.steps, checkpoint=args.checkpoint, resume=args.resume,
+                steps=args.steps, checkpoint=args.checkpoint, resume=args.resume, model=args.model,
             )  # fmt: skip
             run_train(args.data, args.out, options)
         elif args.command == "export":

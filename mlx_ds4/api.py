@@ -50,9 +50,9 @@ def load(
 
 
 def shipped_model() -> Path:
-    """The GGUF file inside the package; raises ValueError if the installation lacks it."""
+    """The model inside the package, a GGUF file with its drafter beside it; ValueError if the installation lacks it."""
     folder = Path(str(resources.files("mlx_ds4"))) / "data"
-    found = sorted(folder.glob("*.gguf"))
+    found = sorted(path for path in folder.glob("*.gguf") if "dspark" not in path.name)
     if not found:
         raise ValueError(f"No model file lies in {folder}; name one, or reinstall the package.")
     return found[0]

@@ -12,6 +12,8 @@ import numpy as np
 from mlx_ds4.model.linear import BlockWeight, dense
 
 GOLDEN = Path(__file__).parent / "golden"
+# Random weights in the Q2 recipe, made by `python -m mlx_ds4.convert.synthetic --tiny --recipe q2`.
+TINY = Path(__file__).parent / "data" / "tiny-q2.gguf"
 
 
 @functools.cache

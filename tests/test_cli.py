@@ -345,13 +345,14 @@ def test_a_closed_pipe_ends_the_command_quietly():
 
 # Arguments of the examples that need some, or that would take long without.
 EXAMPLES = {
-    "ablations": ["--tokens", "64", "--sequence-length", "64"],
+    "ablations": ["--tokens", "64", "--sequence-length", "64", "--prompts", "1", "--continue", "8"],
+    "evaluate": ["--tokens", "64"],
     "train_small": ["prepare", "--data", "DIR", "--limit", "6", "--vocab-size", "400"],
 }
 
 
 def example(name: str):
-    return pytest.param(name, marks=[pytest.mark.slow] if name == "ablations" else [])
+    return pytest.param(name, marks=[pytest.mark.slow] if name in ("ablations", "evaluate") else [])
 
 
 @pytest.mark.parametrize("name", [example(path.stem) for path in sorted((ROOT / "examples").glob("*.py"))])

@@ -47,6 +47,7 @@ class Options:
     seed: int = 0
     checkpoint: Path | None = None
     resume: bool = False
+    model: Path | None = None  # the folder of a finished run: only a drafter is trained, on that run's model
 
 
 def train(data: Path, out: Path, options: Options) -> None:
@@ -88,11 +89,14 @@ class _Run:
         self._note(event="start", device=str(mx.default_device()), parameters={
             name: learner.layout.size for name, learner in self.learners.items()
         }, options={k: str(v) for k, v in dataclasses.asdict(self.options).items()})  # fmt: skip
-        self._part("model", MODEL_SHARE, self._model_step)
-        named = self.learners["model"].named()
+        if self.options.model is None:
+            self._part("model", MODEL_SHARE, self._model_step)
+            named, rest = self.learners["model"].named(), 1 - MODEL_SHARE
+        else:
+            named, rest = read_weights(self.options.model, "model"), 1.0
         mx.eval(named)
         write_weights(self.out, "model", named)
-        self._part("draft", 1 - MODEL_SHARE, functools.partial(self._draft_step, named))
+        self._part("draft", rest, functools.partial(self._draft_step, named))
         write_weights(self.out, "drafter", self.learners["draft"].named())
         self._save()
         self._note(event="end")

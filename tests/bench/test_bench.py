@@ -77,8 +77,8 @@ def test_prefill_mode(command, monkeypatch):
     for mode in ("exact", "replay"):
         code, out, _ = command("--frontiers", "20,60", "--steps", "1", "--prefill-mode", mode)
         assert code == 0 and [json.loads(line)["prefill_mode"] for line in out.splitlines()] == [mode] * 2
-    # The window of the package's model is 8.
-    assert [(c.prefill_mode, c.decoder_start) for c in caches[1::2]] == [("exact", 0), ("replay", 52)]
+    # The window of the package's model is 32.
+    assert [(c.prefill_mode, c.decoder_start) for c in caches[1::2]] == [("exact", 0), ("replay", 28)]
 
 
 def test_random_state_and_engram(command):

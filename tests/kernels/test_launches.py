@@ -6,15 +6,13 @@ import re
 
 import pytest
 
-from benchmarks.launches import KINDS, table
-from mlx_ds4.api import shipped_model
+from benchmarks.launches import KINDS, table, tiny_model
 from mlx_ds4.custom_kernels._switches import use_kernels
-from mlx_ds4.loader import load_model
 
 
 @pytest.fixture(scope="module")
-def shipped():
-    return load_model(shipped_model())[0]
+def tiny():
+    return tiny_model()
 
 
 def per_token(text: str) -> int:
@@ -26,18 +24,18 @@ def test_the_kinds_add_up_to_the_release():
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-def test_table_of_a_decode_step(shipped, rows):
+def test_table_of_a_decode_step(tiny, rows):
     with use_kernels("auto"):
-        kernels = table(shipped, rows)
+        kernels = table(tiny, rows)
     for kind in KINDS:
         assert re.search(rf"^{kind}\s+\d+\s+[1-9]", kernels, re.M), kernels
     assert per_token(kernels) <= 840  # a ceiling that only falls; the goal is 750
 
 
-def test_references_are_counted_too(shipped):
+def test_references_are_counted_too(tiny):
     """Plain operations launch no kernel of ours, and many more of MLX's."""
     with use_kernels("reference"):
-        reference = table(shipped, 1)
+        reference = table(tiny, 1)
     for kind in KINDS:
         assert re.search(rf"^{kind}\s+\d+\s+0\s", reference, re.M), reference
     assert per_token(reference) > 10 * 1300
