@@ -92,13 +92,13 @@ def _logits(model: Model, ids: Sequence[int], last: int) -> mx.array:
     return model(mx.array([ids[cut:]]), cache)[0]
 
 
-def report(model: Model, tokenizer: Tokenizer, name: str, tokens: int) -> str:
+def report(model: Model, tokenizer: Tokenizer, name: str, tokens: int, distances: Sequence[int]) -> str:
     """The whole page."""
     text = held_texts()["code"]
     ids = tokenizer.encode(text, allow_special=False)
     ids = (ids * -(-tokens // len(ids)))[:tokens]
     lengths = [n for n in LENGTHS if n <= tokens]
-    bar = tqdm(total=len(lengths) + 2 * len(DISTANCES), leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(total=len(lengths) + 2 * len(distances), leave=False, disable=not sys.stderr.isatty())
     lines = ["# What the small model does with its context", "", f"Made by `python -m examples.evaluate`: {name}.", ""]
     lines += ["| tokens in a window | perplexity of held code |", "| ---: | ---: |"]
     for length in lengths:
@@ -106,7 +106,7 @@ def report(model: Model, tokenizer: Tokenizer, name: str, tokens: int) -> str:
         lines.append(f"| {length:,} | {value:.2f} |")
         bar.update()
     lines += ["", "| tokens between | string copied | needle, nats a token |", "| ---: | ---: | ---: |"]
-    for distance in DISTANCES:
+    for distance in distances:
         share = np.mean([copied(model, tokenizer, ids, distance, seed=seed) for seed in range(8)])
         gain = needle(model, tokenizer, ids, 64, distance)
         lines.append(f"| {distance:,} | {share:.0%} | {gain:+.2f} |")
@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="default: the small model in the package")
     parser.add_argument("--tokens", type=int, default=16384, help="of held code, repeated where it ends (16384)")
+    parser.add_argument("--distance", type=int, action="append", help="tokens between (16, 64, 256 and 1024)")
     parser.add_argument("--out", type=Path, help="Markdown file to write (default: standard output)")
     args = parser.parse_args(argv)
     path = args.model or shipped_model()
@@ -128,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    text = report(model, tokenizer, path.name, args.tokens)
+    text = report(model, tokenizer, path.name, args.tokens, args.distance or DISTANCES)
     if args.out:
         args.out.write_text(text)
     else:

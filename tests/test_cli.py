@@ -346,7 +346,7 @@ def test_a_closed_pipe_ends_the_command_quietly():
 # Arguments of the examples that need some, or that would take long without.
 EXAMPLES = {
     "ablations": ["--tokens", "64", "--sequence-length", "64", "--prompts", "1", "--continue", "8"],
-    "evaluate": ["--tokens", "64"],
+    "evaluate": ["--tokens", "64", "--distance", "16"],
     "train_small": ["prepare", "--data", "DIR", "--limit", "6", "--vocab-size", "400"],
 }
 

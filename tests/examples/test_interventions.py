@@ -9,7 +9,7 @@ import pytest
 from examples import ablations
 from examples.small_model import interventions
 from tests.examples.tools import ids_of, row_error
-from tests.golden_tools import GOLDEN
+from tests.golden_tools import GOLDEN, TINY
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_the_tables(system):
 def test_the_page_without_and_with_a_drafter(capsys):
     """A model without a drafter beside it has the first table alone; a named one that is not there ends the command."""
     sizes = ["--tokens", "24", "--sequence-length", "24", "--prompts", "1", "--continue", "2"]
-    assert ablations.main(sizes) == 0
+    assert ablations.main(["--model", str(TINY), *sizes]) == 0
     page = capsys.readouterr().out
     assert "| everything |" in page and "No drafts: " in page and "| drafter |" not in page
     assert ablations.main(["--model", str(GOLDEN / "nano" / "model"), *sizes]) == 0
