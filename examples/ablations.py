@@ -112,6 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         path = args.model or shipped_model()
         model, tokenizer = load(path)
+        if args.draft_model:
+            load_drafter(model, args.draft_model)  # a wrong file ends the command before the first table
         texts = held_texts()
         ids = {k: tokenizer.encode(text, allow_special=False)[: args.tokens] for k, text in texts.items()}
         begin = tokenizer.bos_token_id
