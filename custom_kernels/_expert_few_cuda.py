@@ -73,9 +73,6 @@ GATE_UP_FEW_SOURCE = (
 """
 )
 
-# What a block of `expert_down` begins with, the tasks of its first S warps, and what they come to. A task is one half
-# of the width for one expert; tasks go round the warps, then the shares of the SS warps that would multiply the shared
-# expert's matrix alone. SHARED: 0 nothing, 1 values to add, 2 a product.
 DOWN_FEW_SOURCE = (
     """
     // Block: 16 output rows of all distinct experts; a task is one half of the width for one of them, tasks go round

@@ -116,19 +116,10 @@ __device__ __forceinline__ void two_products(
     at.scales += step * W::SCALES;
     at.supers += step * W::SUPERS;
   };
-#pragma unroll
-  for (int d = 0; d < D; d++)
-    if (first + d * step < end) fetch(ahead[d], first + d * step);
-  for (int unit = first; unit < end; unit += D * step) {
-#pragma unroll
-    for (int d = 0; d < D; d++) {
-      const int now = unit + d * step, later = now + D * step;
-      if (now >= end) break;
-      W::multiply_both(ahead[d], one, two, columns, t, tables);
-      if (later < end) fetch(ahead[d], later);
-      columns.p[0] += step * W::UNIT;
-    }
-  }
+  read_ahead<D>(first, step, end, [&](int d, int unit) { fetch(ahead[d], unit); }, [&](int d) {
+    W::multiply_both(ahead[d], one, two, columns, t, tables);
+    columns.p[0] += step * W::UNIT;
+  });
 }
 
 }  // namespace ds4

@@ -382,6 +382,24 @@ __device__ __forceinline__ Planes row_of(const Planes& w, size_t row, int K) {
   return {w.codes + row * (K / 2), w.scales + row * (K / 256 * 12), w.supers + row * (K / 64)};
 }
 
+// Units first, first + step, .. below `end`, D of them in flight: fetch(d, unit) issues the reads of one into place d,
+// multiply(d) uses them, in the order of the units.
+template <int D, typename Fetch, typename Multiply>
+__device__ __forceinline__ void read_ahead(int first, int step, int end, Fetch fetch, Multiply multiply) {
+#pragma unroll
+  for (int d = 0; d < D; d++)
+    if (first + d * step < end) fetch(d, first + d * step);
+  for (int unit = first; unit < end; unit += D * step) {
+#pragma unroll
+    for (int d = 0; d < D; d++) {
+      const int now = unit + d * step, later = now + D * step;
+      if (now >= end) break;
+      multiply(d);
+      if (later < end) fetch(d, later);
+    }
+  }
+}
+
 // Adds the products of a warp's 16 rows, from row base + 16 tile of `w` on, with the columns of x: units first,
 // first + step, ... below `end`. Rows past the last (N) repeat it and are not stored.
 template <int F, int NT, int D = NT == 1 ? Weight<F>::DEPTH : Weight<F>::SHALLOW>
@@ -412,20 +430,11 @@ __device__ __forceinline__ void product(
     }
   };
   W ahead[D];
+  read_ahead<D>(first, step, end, [&](int d, int unit) { fetch(ahead[d], unit); }, [&](int d) {
+    ahead[d].multiply(acc, columns, t, grid);
 #pragma unroll
-  for (int d = 0; d < D; d++)
-    if (first + d * step < end) fetch(ahead[d], first + d * step);
-  for (int unit = first; unit < end; unit += D * step) {
-#pragma unroll
-    for (int d = 0; d < D; d++) {
-      const int now = unit + d * step, later = now + D * step;
-      if (now >= end) break;
-      ahead[d].multiply(acc, columns, t, grid);
-#pragma unroll
-      for (int i = 0; i < NT; i++) columns.p[i] += step * W::UNIT;
-      if (later < end) fetch(ahead[d], later);
-    }
-  }
+    for (int i = 0; i < NT; i++) columns.p[i] += step * W::UNIT;
+  });
 }
 
 // The IQ2 grid (bytes, IQ2_WORDS) as bfloat16 in shared memory, by all threads; needs a barrier before use.

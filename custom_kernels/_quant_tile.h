@@ -154,7 +154,8 @@ __device__ __forceinline__ void tile_product(
   }
 }
 
-// Stores a tile, turned round in shared memory so that neighbouring threads store neighbouring values; y: the tile's first value, rows N apart.
+// Stores a tile, turned round in shared memory so that neighbouring threads store neighbouring values; y: the tile's
+// first value, rows N apart.
 template <typename T>
 __device__ __forceinline__ void store_tile(
     const float (&acc)[2][8][4], T* turned, T* y, int N) {

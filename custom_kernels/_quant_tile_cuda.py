@@ -10,6 +10,7 @@ multiprocessor.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ _SHARED_BYTES = 2 * (32768 + 2048 + 32768)  # two TileStage
 _FORMATS = ("Q8_0", "IQ2_XXS", "MXFP4", "FP8")
 
 SOURCE = """
-    // Block (i, j): activation rows 128 i .. by weight rows 128 j ..; x [M, G K] as in the kernel of fewer rows. There
+    // Block (i, j): activation rows 128 i .. by weight rows 128 j ..; x [.., G K] as in the kernel of fewer rows. There
     // are 128 or more of both; the last block takes the last 128, some of which the block before makes too, with the
     // same bits.
     using namespace ds4;
@@ -37,9 +38,9 @@ SOURCE = """
       stage_grid(grid_s);
       __syncthreads();
     }
-    const int N = codes_shape[0], pitch = x_shape[1], from = min(128 * (int)blockIdx.y, N - 128);
+    const int N = codes_shape[0], pitch = width_of(x_shape, x_ndim), from = min(128 * (int)blockIdx.y, N - 128);
     const int K = codes_shape[1] * (int)sizeof(*codes) / Weight<F>::CODES * Weight<F>::UNIT;
-    const size_t first = min(128 * (int)blockIdx.x, x_shape[0] - 128);
+    const size_t first = min(128 * (int)blockIdx.x, rows_of(x_shape, x_ndim) - 128);
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, nullptr};
     float acc[2][8][4];
     tile_product<F, S>(
@@ -62,24 +63,26 @@ _tile = Kernel(
 
 
 def takes_many(x: mx.array, format: str, planes: dict[str, mx.array], groups: int = 1) -> bool:
-    """Whether tiles multiply x [M, groups * K] by this weight; the rows of a group are whole tiles."""
-    M, N = x.shape[0], planes["codes"].shape[0]
+    """Whether tiles multiply x [.., groups * K] by this weight; the rows of a group are whole tiles."""
+    *leading, width = x.shape
+    M, N = prod(leading), planes["codes"].shape[0]
     whole = groups == 1 or N // groups % _TILE == 0
-    return format in _FORMATS and min(M, N) >= _TILE and whole and takes(x, format, x.shape[1] // groups)
+    return format in _FORMATS and min(M, N) >= _TILE and whole and takes(x, format, width // groups)
 
 
 def product(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int, out_dtype: mx.Dtype) -> mx.array:
     """As `_quant_cuda.dense`, to the bit."""
-    M, N = x.shape[0], planes["codes"].shape[0]
+    *leading, width = x.shape
+    M, N = prod(leading), planes["codes"].shape[0]
     return _tile(
         inputs=[x, *planes_of(planes)[:2]],
         template=[
             ("F", FORMAT_IDS[format]),
-            ("S", split(ceil_div(N, 16), x.shape[1] // groups // 128)),
+            ("S", split(ceil_div(N, 16), width // groups // 128)),
             ("T", out_dtype),
         ],
         grid=(ceil_div(M, _TILE) * 32 * _WARPS, ceil_div(N, _TILE), 1),
         threadgroup=(32 * _WARPS, 1, 1),
-        output_shapes=[(M, N)],
+        output_shapes=[(*leading, N)],
         output_dtypes=[out_dtype],
     )[0]

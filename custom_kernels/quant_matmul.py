@@ -226,11 +226,9 @@ def _product(x: mx.array, weights: Sequence[Weight], groups: int, dtypes: Sequen
     format, planes = weights[0]
     outputs = [planes["codes"].shape[0] // groups for _, planes in weights]
     if backend() == "cuda" and _quant_cuda.takes(x, format, width // groups, outputs[0] if groups > 1 else 16):
-        flat = x.reshape(-1, width)
-        if _quant_tile_cuda.takes_many(flat, format, planes, groups):
-            y = _quant_tile_cuda.product(flat, format, planes, groups=groups, out_dtype=dtypes[0])
-            return [y.reshape(*leading, -1)]
-        return [_quant_cuda.dense(x, format, planes, groups=groups, out_dtype=dtypes[0])]
+        many = _quant_tile_cuda.takes_many(x, format, planes, groups)
+        product = _quant_tile_cuda.product if many else _quant_cuda.dense
+        return [product(x, format, planes, groups=groups, out_dtype=dtypes[0])]
     words, wide = x_input(x)
     inputs = [array for weight in weights for array in plane_inputs(*weight)]
     shapes = [(*leading, groups * n) for n in outputs]
