@@ -59,7 +59,8 @@ class Indexer(nn.Module):
         if self._publishes and not bounded:
             step.candidates = None  # few enough blocks: every one is a candidate
         if reach <= Reach.ALL:
-            step.selection = None if reach == Reach.NONE else _listed(visible, c.index_topk, batch)
+            most = min(c.index_topk, keys.shape[1])  # as top_k
+            step.selection = None if reach == Reach.NONE else _listed(visible, most, batch)
             return
         q = self.queries(q, step)
         candidates = step.candidates if self._restricted else None

@@ -29,6 +29,16 @@ def test_a_part_is_off_and_then_on_again(passed, part):
     assert mx.array_equal(model(ids), before)
 
 
+def test_few_rows_are_all_selected_anyway(passed):
+    """And their list is no longer than the rows, whatever the number that may be selected."""
+    model, ids, _ = passed
+    few = ids[:, :8]
+    want = model(few)
+    with interventions.all_rows_selected(model):
+        assert max(part.shape[-1] for name, part in model.trace(few).items() if name.endswith("topk")) <= 4096
+        assert mx.array_equal(model(few), want)
+
+
 def test_without_compressed_rows_only_the_window_is_seen(passed):
     """The first token reaches the last rows through compressed rows alone: six windows of 8 are fewer than 79."""
     model, ids, before = passed
