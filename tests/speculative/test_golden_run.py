@@ -14,7 +14,7 @@ from mlx_ds4.drafter_files import load_drafter
 from mlx_ds4.generation import PromptCache, generate_step
 from mlx_ds4.sampling import make_sampler
 from mlx_ds4.speculative import speculative_step
-from tests.golden_tools import GOLDEN, golden, manifest
+from tests.golden_tools import GOLDEN, TINY, golden, manifest
 from tests.speculative.fakes import Always, drafters
 
 NANO = GOLDEN / "nano" / "model"
@@ -158,7 +158,7 @@ def test_the_command(capsys):
     assert "--no-dspark contradicts --draft-model" in capsys.readouterr().err
     assert generate.main(["--num-draft-tokens", "3"]) == 2
     assert "--num-draft-tokens needs --dspark" in capsys.readouterr().err
-    assert generate.main(["--dspark", "--prompt", "x"]) == 2
+    assert generate.main(["--model", str(TINY), "--dspark", "--prompt", "x"]) == 2
     assert "expected one drafter beside the model, found none" in capsys.readouterr().err
 
 
