@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,11 +22,12 @@ from mlx_ds4 import load
 from mlx_ds4.api import shipped_model
 from mlx_ds4.checkpoint import CheckpointError
 from mlx_ds4.drafter_files import find_drafter, load_drafter
-from mlx_ds4.scoring import negative_log_likelihood
+from mlx_ds4.scoring import negative_log_likelihood, perplexity
 from mlx_ds4.speculative import DraftCounts, speculative_step
 
 from .small_model import interventions
 from .small_model.corpus import held_texts
+from .small_model.page import write_page
 
 PARTS = (
     ("everything", lambda model: contextlib.nullcontext()),
@@ -66,7 +66,7 @@ def parts_table(model, ids: dict[str, list[int]], begin: int, length: int) -> It
         for kind, tokens in ids.items():
             with switched(model):
                 losses = negative_log_likelihood(model, tokens, begin=begin, sequence_length=length)
-            value = math.exp(math.fsum(losses) / len(losses))
+            value = perplexity(losses)
             first.setdefault(kind, value)
             cells.append(f"{value:.2f} | {value / first[kind] - 1:+.1%}")
         yield f"| {name} | " + " | ".join(cells) + " |"
@@ -98,6 +98,15 @@ def accepted_length(model, drafter, tokens: list[int], begin: int, prompts: int,
     return 1 + sum(counts.accepted) / counts.verified[0] if counts.verified else float("nan")
 
 
+def _drafter(model, path: Path, named: Path | None):
+    """(the drafter, None), or (None, why none lies beside the model). Errors of `load_drafter`."""
+    try:
+        file = named or find_drafter(path)
+    except CheckpointError as error:
+        return None, error
+    return load_drafter(model, file), None
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns 2 after a one-line error."""
     parser = argparse.ArgumentParser(prog="python -m examples.ablations", description=__doc__.split("\n")[0])
@@ -112,8 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         path = args.model or shipped_model()
         model, tokenizer = load(path)
-        if args.draft_model:
-            load_drafter(model, args.draft_model)  # a wrong file ends the command before the first table
+        drafter, missing = _drafter(model, path, args.draft_model)  # a wrong file ends the command before the tables
         texts = held_texts()
         ids = {k: tokenizer.encode(text, allow_special=False)[: args.tokens] for k, text in texts.items()}
         begin = tokenizer.bos_token_id
@@ -127,12 +135,9 @@ def main(argv: list[str] | None = None) -> int:
             *parts_table(model, ids, begin, args.sequence_length),
             "",
         ]
-        try:
-            file = args.draft_model or find_drafter(path)
-        except CheckpointError as error:
-            lines.append(f"No drafts: {error}.")
+        if drafter is None:
+            lines.append(f"No drafts: {missing}.")
         else:
-            drafter = load_drafter(model, file)
             lines += [
                 f"Drafts: greedy continuations of {args.prompts} places of each text, {args.count} tokens each, every "
                 "draft verified. A verification yields the accepted drafts and one token of the model's own, at most "
@@ -143,11 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    text = "\n".join(lines) + "\n"
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text, end="")
+    write_page("\n".join(lines) + "\n", args.out)
     return 0
 
 

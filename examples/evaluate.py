@@ -9,7 +9,6 @@ rows that the indexer chose, so copies and needles fail where one of these parts
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,24 +20,16 @@ from tqdm import tqdm
 from mlx_ds4 import load
 from mlx_ds4.api import shipped_model
 from mlx_ds4.model.model import Model
-from mlx_ds4.scoring import negative_log_likelihood
+from mlx_ds4.scoring import negative_log_likelihood, perplexity
 from mlx_ds4.tokenizer import Tokenizer
 
 from .small_model.corpus import held_texts
+from .small_model.page import write_page
 
 LENGTHS = (256, 1024, 4096, 16384)
 DISTANCES = (16, 64, 256, 1024)
 _CHUNK = 512
 _WORDS = ["error", "value", "index", "token", "start", "string", "module", "result", "length", "object", "buffer"]
-
-
-def perplexity_by_length(model: Model, ids: Sequence[int], begin: int, lengths: Sequence[int]) -> dict[int, float]:
-    """Perplexity of the same tokens in windows of each length, which must divide the number of tokens."""
-    out = {}
-    for length in lengths:
-        losses = negative_log_likelihood(model, ids, begin=begin, sequence_length=length)
-        out[length] = math.exp(math.fsum(losses) / len(losses))
-    return out
 
 
 def copied(model: Model, tokenizer: Tokenizer, filler: Sequence[int], distance: int, *, seed: int = 0) -> float:
@@ -73,11 +64,9 @@ def needle(model: Model, tokenizer: Tokenizer, filler: Sequence[int], before: in
             text = tokenizer.encode(f"MAGIC_NUMBER = {told}\n", allow_special=False)
             ask = tokenizer.encode("MAGIC_NUMBER = ", allow_special=False)
             answer = tokenizer.encode(f"MAGIC_NUMBER = {true}", allow_special=False)[len(ask) :]
-            ids = [tokenizer.bos_token_id, *filler[:before], *text, *filler[before : before + distance], *ask, *answer]
-            logits = _logits(model, ids, len(answer) + 1)[:-1]
-            wanted = mx.array(answer)[:, None]
-            lost = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, wanted, axis=-1)[:, 0]
-            losses.append(lost.mean().item())
+            ids = [*filler[:before], *text, *filler[before : before + distance], *ask, *answer]
+            lost = negative_log_likelihood(model, ids, begin=tokenizer.bos_token_id, sequence_length=len(ids))
+            losses.append(sum(lost[-len(answer) :]) / len(answer))
         gains.append(losses[1] - losses[0])
     return sum(gains) / len(gains)
 
@@ -102,8 +91,8 @@ def report(model: Model, tokenizer: Tokenizer, name: str, tokens: int, distances
     lines = ["# What the small model does with its context", "", f"Made by `python -m examples.evaluate`: {name}.", ""]
     lines += ["| tokens in a window | perplexity of held code |", "| ---: | ---: |"]
     for length in lengths:
-        value = perplexity_by_length(model, ids, tokenizer.bos_token_id, [length])[length]
-        lines.append(f"| {length:,} | {value:.2f} |")
+        losses = negative_log_likelihood(model, ids, begin=tokenizer.bos_token_id, sequence_length=length)
+        lines.append(f"| {length:,} | {perplexity(losses):.2f} |")
         bar.update()
     lines += ["", "| tokens between | string copied | needle, nats a token |", "| ---: | ---: | ---: |"]
     for distance in distances:
@@ -130,10 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     text = report(model, tokenizer, path.name, args.tokens, args.distance or DISTANCES)
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text, end="")
+    write_page(text, args.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,11 @@ def windows(count: int, sequence_length: int, stride: int) -> Iterator[Window]:
         first = end
         end = min(count, sequence_length if end == 0 else end + stride)
         yield Window(max(0, end - sequence_length), first, end)
+
+
+def perplexity(losses: Sequence[float]) -> float:
+    """exp of the mean of -ln p, one or more of them."""
+    return math.exp(math.fsum(losses) / len(losses))
 
 
 def negative_log_likelihood(

@@ -7,7 +7,6 @@ that, and none for a part that does nothing.
 from __future__ import annotations
 
 import hashlib
-import math
 
 import mlx.core as mx
 import pytest
@@ -19,7 +18,7 @@ from mlx_ds4 import load, stream_generate
 from mlx_ds4.api import shipped_model
 from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.drafter_files import find_drafter, load_drafter
-from mlx_ds4.scoring import negative_log_likelihood
+from mlx_ds4.scoring import negative_log_likelihood, perplexity
 
 # Of the tokens that answer "def ", 48 of them, greedy, by the reference on a CPU.
 GREEDY = "634e07a6d1fc6907b09d974f9a61f9c25e5269f218ed9a172c6a938800eb638e"
@@ -62,11 +61,14 @@ def test_files_are_small():
     assert shipped_model().stat().st_size < 12_000_000
 
 
-def test_held_code_is_predicted(loaded, code):
-    """Measured 17.9 (Python 3.11); a model of single tokens' frequencies has about 300."""
+def perplexity_of(loaded, ids, length: int) -> float:
     model, tokenizer = loaded
-    losses = negative_log_likelihood(model, code[:768], begin=tokenizer.bos_token_id, sequence_length=256)
-    assert math.exp(math.fsum(losses) / len(losses)) < 20
+    return perplexity(negative_log_likelihood(model, ids, begin=tokenizer.bos_token_id, sequence_length=length))
+
+
+def test_held_code_is_predicted(loaded, code):
+    """Measured 17.9 (Python 3.11)."""
+    assert perplexity_of(loaded, code[:768], 256) < 20
 
 
 def test_needle_and_without_the_rows_that_hold_it(loaded, code):
@@ -78,7 +80,7 @@ def test_needle_and_without_the_rows_that_hold_it(loaded, code):
 
 @pytest.mark.slow
 def test_longer_windows_do_no_harm(loaded, code):
-    found = evaluate.perplexity_by_length(loaded[0], code[:2048], loaded[1].bos_token_id, [256, 2048])
+    found = {length: perplexity_of(loaded, code[:2048], length) for length in (256, 2048)}
     assert found[2048] < found[256] * 1.01 and found[256] < 20, found
 
 
