@@ -6,7 +6,7 @@
   candidate blocks as well (layer 20), and scores and top-512 inside 2,048 candidate blocks (layers 24 to 36).
 * layers: a step of 40 layers at 8k, 128k and 300k of random state, their ratio, and milliseconds of one layer of each
   kind: the time that four more of them add to a short schedule.
-* prefill: 64k rows through eight layers, tokens/s by stretch, and the peak memory beyond the weights.
+* prefill: 128k rows through eight layers, tokens/s by stretch, and the peak memory beyond the weights.
 
 Memory: 34 GB of weights for q2 (40 layers on the weights of eight), and a few GB of caches. One JSON line a figure.
 """
@@ -45,7 +45,7 @@ MORE = 4  # layers of a kind that are added to see what one costs
 FULL = {
     "keys": (8192, 65536, 300_000, 1 << 20),
     "contexts": (8192, 131_072, 300_000),
-    "prefill": 65536,
+    "prefill": 131_072,
     "whole": tuple(range(40)),
     "short": (0, 2, 3, 20, 24, 25),
     "eight": (0, 1, 2, 3, 20, 21, 24, 25),

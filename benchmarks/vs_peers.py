@@ -8,7 +8,7 @@ Both have the same layers of the release, cut to 8, without Engram (mlx-lm has n
 recipe of ds4 files, mlx-lm's as it loads the release (projections mxfp8, experts mxfp4, the rest bfloat16 and float32).
 One JSON line a figure as soon as it is there, mlx-lm's first, which has few kernels to compile; the ratio follows our
 line. Decode is timed as each library does it, one step ahead; passes of several rows wait for their tokens. Contexts up
-to 8,192 are prefilled, longer ones are random state. `--only` measures one side; `--read` prints the ratios of lines
+to 8,192 are prefilled; of longer ones all but two chunks are random state. `--only` measures one side; `--read` prints the ratios of lines
 that were written before, also by two runs.
 
 Memory: 62 GB for mlx-lm, then 34 GB for ours (q2). TF32 is as the environment says; by default MLX has it on.
@@ -247,7 +247,7 @@ class Ours:
 def figures(
     side: Ours | Peer, contexts: list[int], rows: list[int], steps: int, chunk: int
 ) -> Iterator[dict[str, Any]]:
-    """Decode at each context and the prefill of the last chunk before it, in one pass over growing contexts."""
+    """Decode at each context and the prefill of the last chunk before it, over growing contexts."""
     layers = side.config.num_hidden_layers
     tokens = random_tokens(side.config, min(contexts[-1], LONGEST_PREFILL))
     side.prefill(tokens[:chunk], chunk)  # compiles
@@ -255,14 +255,21 @@ def figures(
     done = 0
     for context in contexts:
         mx.reset_peak_memory()
-        if context <= LONGEST_PREFILL:
-            count, seconds = side.prefill(tokens[done:context], chunk)[-1]
-            done = context
+        try:
+            if context > LONGEST_PREFILL:
+                done = context - 2 * chunk
+                side.fill(done)
+            count, seconds = side.prefill(tokens[: context - done], chunk)[-1]
             rate = count / seconds
             yield {"figure": "prefill", "context": context, "rows": count, "tps": round(rate, 1),
-                   "tps_x_layers": round(rate * layers, 1)}  # fmt: skip
-        else:
+                   "tps_x_layers": round(rate * layers, 1), "peak_bytes": mx.get_peak_memory()}  # fmt: skip
+        except RuntimeError as error:  # memory: a result, too
+            if context <= LONGEST_PREFILL:
+                raise
+            yield {"figure": "prefill", "context": context, "rows": chunk, "failed": str(error)[:200]}
             side.fill(context)
+        done = context
+        mx.reset_peak_memory()
         for count in rows:
             ms = side.decode(count, steps) * 1e3
             yield {"figure": "decode", "context": context, "rows": count, "ms": round(ms, 3),
@@ -274,6 +281,8 @@ def compared(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     seen: dict[tuple, dict[bool, float]] = {}
     for line in lines:
         yield line
+        if "failed" in line:
+            continue
         both = seen.setdefault(tuple(line[key] for key in ("figure", "context", "rows", "layers")), {})
         both[line["system"] == Ours.NAME] = line["ms"] if line["figure"] == "decode" else 1 / line["tps"]
         if len(both) == 2:
@@ -304,7 +313,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--contexts", default="2048,8192", help="growing, those beyond 8192 as random state")
+    parser.add_argument("--contexts", default="2048,8192", help="growing, those beyond 8192 behind random state")
     parser.add_argument("--rows", default="1,6")
     parser.add_argument("--recipe", default="q2", choices=("q2", "q4", "mxfp4"))
     parser.add_argument("--steps", type=int, default=16)
