@@ -56,6 +56,20 @@ __device__ __forceinline__ void copy16_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
                : "memory");
 }
+// 4, 8 or 16 bytes likewise; the copies since the last commit_copies() are a group.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (BYTES == 16) return copy16_async(to, from);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+               "n"(BYTES)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the newest GROUPS groups of this thread are there.
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Reads of what is used once: they leave L1 to the rest.

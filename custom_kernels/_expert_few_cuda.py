@@ -26,8 +26,11 @@ GATE_UP_FEW_SOURCE = (
 """
     + _PAIRS
     + """
-    __shared__ uint4 tables[Few<F, true>::TABLES];
-    __shared__ float part[2 * S * 128];
+    // Wide tables leave a warp four steps of IQ2_XXS instead of a whole ring; its sums go where its ring begins.
+    constexpr int TABLES = Few<F, true>::TABLES, AT_ONCE = TABLES > 1 ? 4096 : RING;
+    uint4* const tables = (uint4*)dynamic_shared();
+    uint4* const rings = tables + (TABLES > 1 ? TABLES : 0);
+    float* const part = (float*)rings;
     Few<F, true>::stage(tables);
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w1 = {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1};
@@ -47,11 +50,12 @@ GATE_UP_FEW_SOURCE = (
       clear(gate);
       clear(up);
       __syncthreads();  // tables are there, and the sums of the item before are read
-      two_products<F, true>(
-          gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F, true>::UNIT, tables);
+      two_products<F, true, AT_ONCE>(
+          gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F, true>::UNIT, tables,
+          (unsigned char*)rings + warp * AT_ONCE);
       for (int c = 0; c < 4; c++) {
-        part[warp * 128 + 32 * c + lane] = gate[0][c];
-        part[(S + warp) * 128 + 32 * c + lane] = up[0][c];
+        part[warp * (AT_ONCE / 4) + 32 * c + lane] = gate[0][c];
+        part[warp * (AT_ONCE / 4) + 128 + 32 * c + lane] = up[0][c];
       }
       const unsigned long long mask = chosen_by(expert);  // once more, which takes fewer registers than keeping it
       const int count = __popcll(mask);
@@ -61,8 +65,8 @@ GATE_UP_FEW_SOURCE = (
         if (n >= count || r >= N) continue;
         float a = 0.f, b = 0.f;
         for (int s = 0; s < S; s++) {
-          a += part[s * 128 + e];
-          b += part[(S + s) * 128 + e];
+          a += part[s * (AT_ONCE / 4) + e];
+          b += part[s * (AT_ONCE / 4) + 128 + e];
         }
         a = fminf(round_bf16(a), LIMIT);
         b = fminf(fmaxf(round_bf16(b), -LIMIT), LIMIT);
@@ -86,6 +90,8 @@ DOWN_FEW_SOURCE = (
       stage_grid(grid_s);
       __syncthreads();
     }
+    __shared__ uint4 rings[S * RING / 16];
+    unsigned char* const ring = ring_of(rings, warp);
     __shared__ float part[2][64][16];
     __shared__ float share[SHARED == 2 ? SS * 128 : 1];
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
@@ -103,8 +109,8 @@ DOWN_FEW_SOURCE = (
         rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;
         float acc[1][4];
         clear(acc);
-        product<F, 1, Weight<F>::SHALLOW>(
-            acc, w, (size_t)expert * N, tile, N, K, rows, side ? half : 0, 1, side ? units : half, grid_s);
+        product<F, 1>(
+            acc, w, (size_t)expert * N, tile, N, K, rows, side ? half : 0, 1, side ? units : half, grid_s, ring);
         for (int c = 0; c < 4; c++) {
           const int n = 2 * t + (c & 1);
           if (n < count) part[side][pair_of(mask, n)][g + 8 * (c >> 1)] = acc[0][c];
@@ -121,7 +127,7 @@ DOWN_FEW_SOURCE = (
         if (task++ % S != warp) continue;
         float acc[1][4];
         clear(acc);
-        product<FS, 1>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s);
+        product<FS, 1>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s, ring);
         for (int c = 0; c < 4; c++) share[s * 128 + 32 * c + lane] = acc[0][c];
       }
     }

@@ -22,14 +22,14 @@ __device__ __forceinline__ void expert_product(
 #pragma unroll
     for (int r = 0; r < 2; r++) rows[m][r] = row_of<F>(w[m], base + min(16 * tile + 8 * r + g, N - 1), K);
   auto load = [&](W& to, int m, int unit) {
-    Planes at[2];
+    InMemory from;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      at[r].codes = rows[m][r].codes + unit * W::CODES + t * W::LANE_CODES;
-      at[r].scales = rows[m][r].scales + unit * W::SCALES + t * W::LANE_SCALES;
-      at[r].supers = rows[m][r].supers + unit * W::SUPERS;
+      from.at[r].codes = rows[m][r].codes + unit * W::CODES + t * W::LANE_CODES;
+      from.at[r].scales = rows[m][r].scales + unit * W::SCALES + t * W::LANE_SCALES;
+      from.at[r].supers = rows[m][r].supers + unit * W::SUPERS;
     }
-    to.load(at, unit);
+    to.load(from, unit);
   };
   const int octet = threadIdx.x % OCTETS, row = threadIdx.x / OCTETS;
   const bf16* sources[COPIES];

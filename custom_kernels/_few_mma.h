@@ -2,13 +2,14 @@
 
 namespace ds4 {
 
-// The sum of S warps from warp `from` on at element e of a tile, as the launch for one matrix adds it up.
+// The sum of S warps from warp `from` on at element e of a tile, as the launch for one matrix adds it up; a warp's
+// sums begin where its ring does.
 template <int S>
 __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
-  if (S == 1) return part[from * 128 + e];
+  if (S == 1) return part[from * (RING / 4) + e];
   float sum = 0.f;
 #pragma unroll
-  for (int s = 0; s < S; s++) sum += part[(from + s) * 128 + e];
+  for (int s = 0; s < S; s++) sum += part[(from + s) * (RING / 4) + e];
   return sum;
 }
 
@@ -18,6 +19,7 @@ struct WideIq2 : Weight<IQ2_XXS> {
   static constexpr int GRID = 256 * 8, TABLES = GRID + 128 * 16 / 4;  // in uint4
   // By all threads; needs a barrier before use.
   static __device__ __forceinline__ void stage(uint4* tables) {
+#pragma unroll 8
     for (int i = threadIdx.x; i < GRID; i += blockDim.x) {
       const u32 low = IQ2_WORDS[2 * (i / 8)], high = IQ2_WORDS[2 * (i / 8) + 1];
       tables[i] = make_uint4(low_pair(low), high_pair(low), low_pair(high), high_pair(high));
@@ -51,22 +53,23 @@ struct WideIq2 : Weight<IQ2_XXS> {
   }
 };
 
-// How gate and up are read by few rows: AHEAD steps of each in flight; WIDE where the block has room for wide tables.
+// How few rows multiply a step of gate and of up. WIDE where the block has room for wide tables.
 template <int F, bool WIDE>
 struct Few : Weight<F> {
-  static constexpr int AHEAD = Weight<F>::SHALLOW / 2, TABLES = 1;
+  static constexpr int TABLES = 1;
   static __device__ __forceinline__ void stage(uint4*) {}
+  template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
     w[0].multiply(one, x, t, tables);
     w[1].multiply(two, x, t, tables);
   }
 };
 template <>
 struct Few<IQ2_XXS, true> : WideIq2 {
-  static constexpr int AHEAD = Weight<IQ2_XXS>::SHALLOW / 2;
+  template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const Rows<1>& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 v = x.octet(0, 32 * j);
@@ -83,42 +86,15 @@ struct Few<IQ2_XXS, true> : WideIq2 {
 };
 
 // product() of two matrices of one format with the same row of x, one step of each after the other.
-template <int F, bool WIDE>
+template <int F, bool WIDE, int AT_ONCE = RING>
 __device__ __forceinline__ void two_products(
     float (&one)[1][4], float (&two)[1][4], const Planes& w1, const Planes& w2, size_t base, int tile, int N, int K,
-    const bf16* x, int first, int step, int end, const uint4* tables) {
+    const bf16* x, int first, int step, int end, const uint4* tables, unsigned char* ring) {
   typedef Few<F, WIDE> W;
-  constexpr int D = W::AHEAD;
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  // Row g of the first matrix, and how far row g + 8 and the second matrix are from there: fewer registers.
-  const size_t row = base + min(16 * tile + g, N - 1), other = base + min(16 * tile + g + 8, N - 1);
-  Planes at = row_of<F>(w1, row, K);
-  const Planes next = row_of<F>(w1, other, K);
-  const int codes_apart = next.codes - at.codes, scales_apart = next.scales - at.scales;
-  const int supers_apart = next.supers - at.supers;
-  const long long codes_to = (long long)w2.codes - (long long)w1.codes;
-  const long long scales_to = (long long)w2.scales - (long long)w1.scales;
-  const long long supers_to = (long long)w2.supers - (long long)w1.supers;
-  at.codes += first * W::CODES + t * W::LANE_CODES;
-  at.scales += first * W::SCALES + t * W::LANE_SCALES;
-  at.supers += first * W::SUPERS;
-  Rows<1> columns;
-  columns.p[0] = x + first * W::UNIT + t * W::LANE_COLUMNS;
-  W ahead[D][2];
-  auto fetch = [&](W(&w)[2], int unit) {
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-      const Planes one = {at.codes + m * codes_to, at.scales + m * scales_to, at.supers + m * supers_to};
-      const Planes rows[2] = {one, {one.codes + codes_apart, one.scales + scales_apart, one.supers + supers_apart}};
-      w[m].load(rows, unit);
-    }
-    at.codes += step * W::CODES;
-    at.scales += step * W::SCALES;
-    at.supers += step * W::SUPERS;
-  };
-  read_ahead<D>(first, step, end, [&](int d, int unit) { fetch(ahead[d], unit); }, [&](int d) {
-    W::multiply_both(ahead[d], one, two, columns, t, tables);
-    columns.p[0] += step * W::UNIT;
+  const Planes both[2] = {w1, w2};
+  const Rows<1> rows = {{x}};
+  stream<W, 1, 2, AT_ONCE>(both, base, tile, N, K, rows, first, step, end, ring, [&](W(&now)[2], const auto& columns) {
+    W::multiply_both(now, one, two, columns, threadIdx.x & 3, tables);
   });
 }
 

@@ -107,6 +107,13 @@ def included(header: str) -> str:
     return f'#include "{path}"\n'
 
 
+# MLX writes the line that begins a kernel, and has no other way to bound its registers.
+_BOUNDS = """
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({}, {})
+"""
+
+
 # --- one kernel ---------------------------------------------------------------------------------------------
 
 
@@ -115,8 +122,9 @@ class Kernel:
     """A kernel as data. `source` is the body and `header` its helpers, in the portable subset of Metal that
     docs/kernels.md describes; `cuda_source` and `cuda_header` replace the translation where it cannot be fast
     (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
-    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays. `exact` says
-    that results equal the reference bit for bit.
+    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays; `cuda_bounds`:
+    its threads a block and how many blocks a multiprocessor shall hold, which bounds its registers. `exact` says that
+    results equal the reference bit for bit.
 
     Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
     """
@@ -131,6 +139,7 @@ class Kernel:
     ensure_row_contiguous: bool = field(default=True, kw_only=True)
     atomic_outputs: bool = field(default=False, kw_only=True)
     shared_memory: int = field(default=0, kw_only=True)
+    cuda_bounds: tuple[int, int] | None = field(default=None, kw_only=True)
     exact: bool = field(kw_only=True)
     family: str = field(kw_only=True)
 
@@ -147,7 +156,8 @@ class Kernel:
     def cuda_text(self) -> tuple[str, str]:
         """(header, body) for mx.fast.cuda_kernel."""
         if self.cuda_source is not None:
-            return self.cuda_header or "", self.cuda_source
+            bounds = _BOUNDS.format(*self.cuda_bounds) if self.cuda_bounds else ""
+            return (self.cuda_header or "") + bounds, self.cuda_source
         return _portable.translate_header(self.header), _portable.translate_body(self.source)
 
     @functools.cached_property

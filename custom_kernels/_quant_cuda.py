@@ -25,15 +25,18 @@ from ._tiles_cuda import PTX
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 SMS = 132
-GATE_UP_SPLIT = 4
-DOWN_WARPS = 4
-_FEW_BLOCKS = {"Q4_K": 3}  # of gate and up at a time on a multiprocessor, by registers; 4 for the rest
+DOWN_WARPS = 6
+GATE_UP_SPLIT = 8
+# Bytes of a block of gate and up, tables and rings, and how many blocks a multiprocessor holds at a time.
+_WIDE_TABLES = {"shared_memory": 73728, "cuda_bounds": (32 * GATE_UP_SPLIT, 3)}  # IQ2_XXS
+_RINGS_ALONE = {"shared_memory": 4608 * GATE_UP_SPLIT, "cuda_bounds": (32 * GATE_UP_SPLIT, 2)}
 
 HEADER = (
     PTX + "#include <cuda_fp16.h>\n"
     f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
     + (Path(__file__).parent / "_quant_mma.h").read_text()
+    + (Path(__file__).parent / "_quant_ring.h").read_text()
 )
 FEW_HEADER = HEADER + (Path(__file__).parent / "_few_mma.h").read_text()
 
@@ -56,7 +59,8 @@ DENSE_SOURCE = (
     + """
     const int tile = blockIdx.x, first = 8 * NT * blockIdx.y;
     const int M = rows_of(x_shape, x_ndim), K = width_of(x_shape, x_ndim) / G, N = codes_shape[0];
-    __shared__ float part[S > 1 ? S * NT * 128 : 1];
+    __shared__ uint4 rings[S * RING / 16];
+    float* const part = (float*)rings;  // sums of warp s begin where its ring does
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
     Rows<NT> rows;
     for (int i = 0; i < NT; i++) {
@@ -65,17 +69,17 @@ DENSE_SOURCE = (
     }
     float acc[NT][4];
     clear(acc);
-    product<F, NT>(acc, w, 0, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s);
+    product<F, NT>(acc, w, 0, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s, ring_of(rings, warp));
     if (S > 1) {
       for (int i = 0; i < NT; i++)
-        for (int c = 0; c < 4; c++) part[(warp * NT + i) * 128 + 32 * c + lane] = acc[i][c];
+        for (int c = 0; c < 4; c++) part[warp * RING / 4 + 128 * i + 32 * c + lane] = acc[i][c];
       __syncthreads();
     }
     for (int e = threadIdx.x; e < NT * 128; e += 32 * S) {
       const int i = e / 128, c = e / 32 % 4, n = first + 8 * i + 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
       float sum = 0.f;
       if (S > 1) {
-        for (int s = 0; s < S; s++) sum += part[s * NT * 128 + e];
+        for (int s = 0; s < S; s++) sum += part[s * RING / 4 + e];
       } else {
         for (int k = 0; k < NT; k++)
           for (int j = 0; j < 4; j++) sum = k == i && j == c ? acc[k][j] : sum;
@@ -86,16 +90,20 @@ DENSE_SOURCE = (
 )
 
 
-def _kernel(name: str, inputs: list[str], source: str, family: str, header: str = HEADER) -> Kernel:
-    return Kernel(name, inputs, ["y"], None, cuda_source=source, cuda_header=header, exact=False, family=family)
+def _kernel(name: str, inputs: list[str], source: str, family: str, header: str = HEADER, **limits) -> Kernel:
+    text = {"cuda_source": source, "cuda_header": header}
+    return Kernel(name, inputs, ["y"], None, **text, **limits, exact=False, family=family)
 
 
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
-_gate_up_few = _kernel(
-    "expert_swiglu_few_mma", ["x", *_TWO, "chosen", "weights"], GATE_UP_FEW_SOURCE, "expert_matmul", FEW_HEADER
-)
+_gate_up_few = {
+    limits["cuda_bounds"][1]: _kernel(
+        name, ["x", *_TWO, "chosen", "weights"], GATE_UP_FEW_SOURCE, "expert_matmul", FEW_HEADER, **limits
+    )
+    for name, limits in (("expert_swiglu_few_mma", _RINGS_ALONE), ("expert_swiglu_few_wide_mma", _WIDE_TABLES))
+}
 DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
 _down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul")
 
@@ -127,8 +135,9 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     F = gate["codes"].shape[1]
     template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1]}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
-    blocks = min(ceil_div(F, 16) * chosen.size, _FEW_BLOCKS.get(format, 4) * SMS)
-    return _gate_up_few(
+    at_a_time = 3 if format == "IQ2_XXS" else 2
+    blocks = min(ceil_div(F, 16) * chosen.size, at_a_time * SMS)
+    return _gate_up_few[at_a_time](
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
         grid=(blocks * 32 * GATE_UP_SPLIT, 1, 1),

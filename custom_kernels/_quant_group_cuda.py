@@ -97,7 +97,7 @@ __device__ __forceinline__ void float_rows(
 template <int F, int S, int W, int MOST, typename T>
 __device__ __forceinline__ bool matrix(
     int& block, const bf16* x, int M, int K, const void* codes, const void* scales, const void* supers, int N, T* y,
-    float* part, const uint4* grid) {
+    uint4* rings, const uint4* grid) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   constexpr bool FLOAT = F == F32 || F == F16 || F == BF16;
   constexpr int TEAMS = W / S, ROWS = FLOAT ? FLOAT_ROWS * W : 16 * TEAMS;
@@ -115,8 +115,9 @@ __device__ __forceinline__ bool matrix(
     rows.p[0] = x + (size_t)min(g, M - 1) * K;
     float acc[1][4];
     clear(acc);
-    if (16 * tile < N) product<F, 1>(acc, w, 0, tile, N, K, rows, warp % S, S, K / Weight<F>::UNIT, grid);
-    for (int c = 0; c < 4; c++) part[warp * 128 + 32 * c + lane] = acc[0][c];
+    if (16 * tile < N) product<F, 1>(acc, w, 0, tile, N, K, rows, warp % S, S, K / Weight<F>::UNIT, grid, ring_of(rings, warp));
+    float* const part = (float*)rings;
+    for (int c = 0; c < 4; c++) part[warp * (RING / 4) + 32 * c + lane] = acc[0][c];
     __syncthreads();
     for (int i = threadIdx.x; i < TEAMS * 128; i += 32 * W) {
       const int team = i / 128, e = i % 128, c = e / 32, n = 2 * t + (c & 1);
@@ -135,7 +136,7 @@ _GROUP_SOURCE = """
     // Blocks of W warps; those of matrix 0 come first. x [.., K], up to 8 rows M.
     using namespace ds4;
     __shared__ uint4 grid_s[GRID ? 256 : 1];
-    __shared__ float part[W * 128];
+    __shared__ uint4 rings[W * RING / 16];
     if (GRID) {
       stage_grid(grid_s);
       __syncthreads();
@@ -145,7 +146,7 @@ _GROUP_SOURCE = """
     const bf16* const rows = (const bf16*)x;
 """
 _GROUP_MATRIX = """
-    if (matrix<F#, S#, W, MOST>(block, rows, M, K, codes#, scales#, supers#, codes#_shape[0], y#, part, grid_s)) return;
+    if (matrix<F#, S#, W, MOST>(block, rows, M, K, codes#, scales#, supers#, codes#_shape[0], y#, rings, grid_s)) return;
 """
 
 
@@ -213,7 +214,8 @@ _SHARED_SOURCE = """
     // read x [.., K], up to 8 rows M.
     using namespace ds4;
     __shared__ uint4 grid_s[GRID ? 256 : 1];
-    __shared__ float part[2 * W * 128];
+    __shared__ uint4 rings[W * RING / 16];
+    float* const part = (float*)rings;
     if (GRID) {
       stage_grid(grid_s);
       __syncthreads();
@@ -221,7 +223,7 @@ _SHARED_SOURCE = """
     int block = blockIdx.x;
     const int M = rows_of(x_shape, x_ndim), K = width_of(x_shape, x_ndim), N = gate_codes_shape[0];
     const bool routes = matrix<FR, SR, W, MOST>(
-        block, (const bf16*)r, M, K, router_codes, router_scales, router_supers, router_codes_shape[0], logits, part,
+        block, (const bf16*)r, M, K, router_codes, router_scales, router_supers, router_codes_shape[0], logits, rings,
         grid_s);
     if (routes) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -238,21 +240,22 @@ _SHARED_SOURCE = """
     clear(up);
     if (FG == FU && 16 * tile < N) {
       two_products<FG, false>(
-          gate, up, w1, w3, 0, tile, N, K, rows.p[0], warp % S, S, K / Weight<FG>::UNIT, grid_s);
+          gate, up, w1, w3, 0, tile, N, K, rows.p[0], warp % S, S, K / Weight<FG>::UNIT, grid_s, ring_of(rings, warp));
     } else if (16 * tile < N) {
-      product<FG, 1, Weight<FG>::SHALLOW>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s);
-      product<FU, 1, Weight<FU>::SHALLOW>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s);
+      unsigned char* const ring = ring_of(rings, warp);
+      product<FG, 1>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s, ring);
+      product<FU, 1>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s, ring);
     }
     for (int c = 0; c < 4; c++) {
-      part[warp * 128 + 32 * c + lane] = gate[0][c];
-      part[(W + warp) * 128 + 32 * c + lane] = up[0][c];
+      part[warp * (RING / 4) + 32 * c + lane] = gate[0][c];
+      part[warp * (RING / 4) + 128 + 32 * c + lane] = up[0][c];
     }
     __syncthreads();
     for (int i = threadIdx.x; i < TEAMS * 128; i += 32 * W) {
       const int team = i / 128, e = i % 128, c = e / 32, n = 2 * t + (c & 1);
       const int row = 16 * (block * TEAMS + team) + g + 8 * (c >> 1);
       const float a1 = fminf(round_bf16(team_sum<S>(part, team * S, e)), LIMIT);
-      const float b1 = fminf(fmaxf(round_bf16(team_sum<S>(part, W + team * S, e)), -LIMIT), LIMIT);
+      const float b1 = fminf(fmaxf(round_bf16(team_sum<S>(part + 128, team * S, e)), -LIMIT), LIMIT);
       if (n < M && row < N) a[(size_t)n * N + row] = bf16(a1 * (1.f / (1.f + expf(-a1))) * b1);
     }
 """

@@ -99,26 +99,39 @@ __device__ __forceinline__ void scaled_blocks(float (&acc)[NT][4], const W& w, c
   }
 }
 
-// A format: UNIT columns a step; steps in flight: DEPTH where a warp reads one matrix for 8 rows, SHALLOW where it holds
-// more sums or changes matrices (measured, docs/log.md); CODES, SCALES and SUPERS bytes of a step in each plane, and how
-// far lanes t lie apart in the planes and the columns; SCALED: whether block sums meet scales, where a step has four
-// blocks to decode(). load() issues the reads of a step for rows g and g + 8, multiply()
-// adds its products; pointers are at the step and the lane already. Widths are whole units.
+// The bytes of a step, for rows g and g + 8 (r = 0, 1), read from global memory: pointers are at the step and the lane.
+struct InMemory {
+  Planes at[2];
+  __device__ __forceinline__ uint2 codes8(int r, int i) const { return read8(at[r].codes + i); }
+  __device__ __forceinline__ uint4 codes16(int r, int i) const { return read16(at[r].codes + i); }
+  __device__ __forceinline__ uint2 scales8(int r) const { return read8(at[r].scales); }
+  __device__ __forceinline__ u32 scales4(int r, int i) const { return read4(at[r].scales + i); }
+  __device__ __forceinline__ u32 scale1(int r) const { return at[r].scales[0]; }
+  __device__ __forceinline__ u32 half(int r, int unit) const { return ((const unsigned short*)at[r].scales)[unit / 2]; }
+  __device__ __forceinline__ u32 super(int r) const { return read4(at[r].supers); }
+};
+
+// A format: UNIT columns a step; CODES, SCALES and SUPERS bytes of a step in each plane, SCALES in copies of PIECE
+// bytes (0: they are read past the ring), and how far lanes t lie apart in the planes and the columns; SWIZZLE: which
+// bits of a row's number move its codes in the ring (_quant_ring.h); SCALED: whether block sums meet scales, where a
+// step has four blocks to decode(). load() takes the bytes of a step for rows g and g + 8 from memory or from the
+// ring, multiply() adds its products. Widths are whole units.
 template <int F>
 struct Weight;
 
 template <>
 struct Weight<Q8_0> {
-  static constexpr int UNIT = 128, DEPTH = 5, SHALLOW = 3, CODES = 128, SCALES = 8, SUPERS = 0;
+  static constexpr int FORMAT = Q8_0, UNIT = 128, CODES = 128, SCALES = 8, SUPERS = 0, PIECE = 8, SWIZZLE = 3;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   static constexpr bool SCALED = true;
   uint2 q[2][4], s[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
+  template <class From>
+  __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 32 * i);
-      s[r] = read8(w[r].scales);
+      for (int i = 0; i < 4; i++) q[r][i] = from.codes8(r, 32 * i);
+      s[r] = from.scales8(r);
     }
   }
   __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int i, int t, const uint4*) const {
@@ -141,17 +154,18 @@ struct Weight<Q8_0> {
 // e4m3 codes; one power-of-two scale for each 32x32 tile, so the 16 rows of a warp share it.
 template <>
 struct Weight<FP8> {
-  static constexpr int UNIT = 128, DEPTH = 3, SHALLOW = 3, CODES = 128, SCALES = 4, SUPERS = 0;
+  static constexpr int FORMAT = FP8, UNIT = 128, CODES = 128, SCALES = 4, SUPERS = 0, PIECE = 4, SWIZZLE = 3;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   static constexpr bool SCALED = true;
   uint2 q[2][4];
   u32 s;
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
+  template <class From>
+  __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 32 * i);
-    s = read4(w[0].scales);
+      for (int i = 0; i < 4; i++) q[r][i] = from.codes8(r, 32 * i);
+    s = from.scales4(0, 0);
   }
   // sign, exponent and mantissa moved to bfloat16's places; 2^120 makes up for the exponent bias.
   static __device__ __forceinline__ u32 value(u32 p) {
@@ -175,19 +189,20 @@ struct Weight<FP8> {
 
 template <>
 struct Weight<Q4_K> {
-  static constexpr int UNIT = 256, DEPTH = 2, SHALLOW = 2, CODES = 128, SCALES = 12, SUPERS = 4;
+  static constexpr int FORMAT = Q4_K, UNIT = 256, CODES = 128, SCALES = 12, SUPERS = 4, PIECE = 4, SWIZZLE = 3;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][4];
   u32 s[2][3];
   u32 super[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
+  template <class From>
+  __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[r][i] = read8(w[r].codes + 32 * i);
+      for (int i = 0; i < 4; i++) q[r][i] = from.codes8(r, 32 * i);
 #pragma unroll
-      for (int i = 0; i < 3; i++) s[r][i] = read4(w[r].scales + 4 * i);
-      super[r] = read4(w[r].supers);
+      for (int i = 0; i < 3; i++) s[r][i] = from.scales4(r, 4 * i);
+      super[r] = from.super(r);
     }
   }
   template <int NT, class X>
@@ -236,18 +251,19 @@ struct Weight<Q4_K> {
 // Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns.
 template <>
 struct Weight<Q2_K> {
-  static constexpr int UNIT = 256, DEPTH = 5, SHALLOW = 3, CODES = 64, SCALES = 16, SUPERS = 4;
+  static constexpr int FORMAT = Q2_K, UNIT = 256, CODES = 64, SCALES = 16, SUPERS = 4, PIECE = 16, SWIZZLE = 2;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 4, LANE_COLUMNS = 8;
   uint2 q[2][2];
   u32 s[2];  // of blocks 2 t and 2 t + 1
   u32 super[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
+  template <class From>
+  __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) q[r][h] = read8(w[r].codes + 32 * h);
-      s[r] = read4(w[r].scales);
-      super[r] = read4(w[r].supers);
+      for (int h = 0; h < 2; h++) q[r][h] = from.codes8(r, 32 * h);
+      s[r] = from.scales4(r, 0);
+      super[r] = from.super(r);
     }
   }
   template <int NT, class X>
@@ -292,17 +308,19 @@ struct Weight<Q2_K> {
 // An octet is one entry of the grid (8 magnitudes as bfloat16 in shared memory) and 7 sign bits with parity.
 template <>
 struct Weight<IQ2_XXS> {
-  static constexpr int UNIT = 128, DEPTH = 4, SHALLOW = 2, CODES = 32, SCALES = 0, SUPERS = 0;  // half a block of 256
+  static constexpr int FORMAT = IQ2_XXS, UNIT = 128, CODES = 32, SCALES = 0, SUPERS = 0, PIECE = 0, SWIZZLE = 0;
+  // a step is half a block of 256
   static constexpr int LANE_CODES = 0, LANE_SCALES = 0, LANE_COLUMNS = 8;
   static constexpr bool SCALED = true;
   uint4 q[2][2];
   u32 d[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
+  template <class From>
+  __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) q[r][i] = read16(w[r].codes + 16 * i);
-      d[r] = ((const unsigned short*)w[r].scales)[unit / 2];
+      for (int i = 0; i < 2; i++) q[r][i] = from.codes16(r, 16 * i);
+      d[r] = from.half(r, unit);
     }
   }
   __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, int t, const uint4* grid) const {
@@ -329,16 +347,17 @@ struct Weight<IQ2_XXS> {
 // Lane t owns a whole block of 32; e2m1 times its power of two is exact in bfloat16, so nothing is left for the sums.
 template <>
 struct Weight<MXFP4> {
-  static constexpr int UNIT = 128, DEPTH = 4, SHALLOW = 4, CODES = 64, SCALES = 4, SUPERS = 0;
+  static constexpr int FORMAT = MXFP4, UNIT = 128, CODES = 64, SCALES = 4, SUPERS = 0, PIECE = 4, SWIZZLE = 0;
   static constexpr int LANE_CODES = 16, LANE_SCALES = 1, LANE_COLUMNS = 32;
   static constexpr bool SCALED = false;
   uint4 q[2];
   u32 s[2];
-  __device__ __forceinline__ void load(const Planes (&w)[2], int unit) {
+  template <class From>
+  __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      q[r] = read16(w[r].codes);
-      s[r] = w[r].scales[0];
+      q[r] = from.codes16(r, 0);
+      s[r] = from.scale1(r);
     }
   }
   // Four nibbles of w from bit 0 on, as two bfloat16 pairs. High and low bytes come from byte tables.
@@ -372,73 +391,27 @@ struct Weight<MXFP4> {
 };
 
 // Bytes of a row of K columns in each plane; FP8 scales have one row for 32 weight rows.
+struct RowBytes {
+  int codes, scales, supers;
+};
+template <int F>
+__device__ __forceinline__ RowBytes row_bytes(int K) {
+  if (F == Q8_0) return {K, K / 32 * 2, 0};
+  if (F == FP8) return {K, K / 32, 0};
+  if (F == MXFP4) return {K / 2, K / 32, 0};
+  if (F == IQ2_XXS) return {K / 4, K / 256 * 2, 0};
+  if (F == Q2_K) return {K / 4, K / 16, K / 64};
+  return {K / 2, K / 256 * 12, K / 64};
+}
 template <int F>
 __device__ __forceinline__ Planes row_of(const Planes& w, size_t row, int K) {
-  if (F == Q8_0) return {w.codes + row * K, w.scales + row * (K / 32 * 2), nullptr};
-  if (F == FP8) return {w.codes + row * K, w.scales + row / 32 * (K / 32), nullptr};
-  if (F == MXFP4) return {w.codes + row * (K / 2), w.scales + row * (K / 32), nullptr};
-  if (F == IQ2_XXS) return {w.codes + row * (K / 4), w.scales + row * (K / 256 * 2), nullptr};
-  if (F == Q2_K) return {w.codes + row * (K / 4), w.scales + row * (K / 16), w.supers + row * (K / 64)};
-  return {w.codes + row * (K / 2), w.scales + row * (K / 256 * 12), w.supers + row * (K / 64)};
-}
-
-// Units first, first + step, .. below `end`, D of them in flight: fetch(d, unit) issues the reads of one into place d,
-// multiply(d) uses them, in the order of the units.
-template <int D, typename Fetch, typename Multiply>
-__device__ __forceinline__ void read_ahead(int first, int step, int end, Fetch fetch, Multiply multiply) {
-#pragma unroll
-  for (int d = 0; d < D; d++)
-    if (first + d * step < end) fetch(d, first + d * step);
-  for (int unit = first; unit < end; unit += D * step) {
-#pragma unroll
-    for (int d = 0; d < D; d++) {
-      const int now = unit + d * step, later = now + D * step;
-      if (now >= end) break;
-      multiply(d);
-      if (later < end) fetch(d, later);
-    }
-  }
-}
-
-// Adds the products of a warp's 16 rows, from row base + 16 tile of `w` on, with the columns of x: units first,
-// first + step, ... below `end`. Rows past the last (N) repeat it and are not stored.
-template <int F, int NT, int D = NT == 1 ? Weight<F>::DEPTH : Weight<F>::SHALLOW>
-__device__ __forceinline__ void product(
-    float (&acc)[NT][4], const Planes& w, size_t base, int tile, int N, int K, const Rows<NT>& x, int first, int step,
-    int end, const uint4* grid) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  const Planes rows[2] = {
-      row_of<F>(w, base + min(16 * tile + g, N - 1), K), row_of<F>(w, base + min(16 * tile + g + 8, N - 1), K)};
-  typedef Weight<F> W;
-  Planes at[2];
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    at[r].codes = rows[r].codes + first * W::CODES + t * W::LANE_CODES;
-    at[r].scales = rows[r].scales + first * W::SCALES + t * W::LANE_SCALES;
-    at[r].supers = rows[r].supers + first * W::SUPERS;
-  }
-  Rows<NT> columns;
-#pragma unroll
-  for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + first * W::UNIT + t * W::LANE_COLUMNS;
-  auto fetch = [&](W& w, int unit) {
-    w.load(at, unit);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      at[r].codes += step * W::CODES;
-      at[r].scales += step * W::SCALES;
-      at[r].supers += step * W::SUPERS;
-    }
-  };
-  W ahead[D];
-  read_ahead<D>(first, step, end, [&](int d, int unit) { fetch(ahead[d], unit); }, [&](int d) {
-    ahead[d].multiply(acc, columns, t, grid);
-#pragma unroll
-    for (int i = 0; i < NT; i++) columns.p[i] += step * W::UNIT;
-  });
+  const RowBytes bytes = row_bytes<F>(K);
+  return {w.codes + row * bytes.codes, w.scales + (F == FP8 ? row / 32 : row) * bytes.scales, w.supers + row * bytes.supers};
 }
 
 // The IQ2 grid (bytes, IQ2_WORDS) as bfloat16 in shared memory, by all threads; needs a barrier before use.
 __device__ __forceinline__ void stage_grid(uint4* grid) {
+#pragma unroll 4
   for (int i = threadIdx.x; i < 256; i += blockDim.x) {
     const u32 low = IQ2_WORDS[2 * i], high = IQ2_WORDS[2 * i + 1];
     grid[i] = make_uint4(low_pair(low), high_pair(low), low_pair(high), high_pair(high));

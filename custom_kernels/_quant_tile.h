@@ -67,13 +67,13 @@ __device__ __forceinline__ void tile_product(
   }
   W ahead;
   auto load = [&](int unit) {
-    Planes at[2];
+    InMemory from;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      at[r].codes = mine[r].codes + unit * W::CODES;
-      at[r].scales = mine[r].scales + unit * W::SCALES;
+      from.at[r].codes = mine[r].codes + unit * W::CODES;
+      from.at[r].scales = mine[r].scales + unit * W::SCALES;
     }
-    ahead.load(at, unit);
+    ahead.load(from, unit);
   };
   auto decode = [&](TileStage& stage, int i) {
     u32 a[2][4];

@@ -194,8 +194,9 @@ static void mma_new(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
   mma(c, a0, a1, a2, a3, b0, b1);
 }
 // Copies happen where they are waited for, the last moment that the hardware may choose.
-struct Copy { void* to; const void* from; };
+struct Copy { void* to; const void* from; int bytes, group; };
 static std::vector<Copy> copies[1024];
+static int groups[1024];  // that the thread has committed
 static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   memcpy(mailbox[threadIdx.x], &p, sizeof p);
   wait_for(WARP);
@@ -214,11 +215,20 @@ static void* dynamic_shared() {
   static uint4 bytes[227 * 1024 / sizeof(uint4)];  // what a block of an H200 may have
   return bytes;
 }
-static void copy16_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from}); }
-static void wait_for_copies() {
-  for (const Copy& c : copies[threadIdx.x]) memcpy(c.to, c.from, 16);
-  copies[threadIdx.x].clear();
+template <int BYTES>
+static void copy_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from, BYTES, groups[threadIdx.x]}); }
+static void copy16_async(void* to, const void* from) { copy_async<16>(to, from); }
+static void commit_copies() { groups[threadIdx.x]++; }
+static void finish_copies(int below) {
+  std::vector<Copy> later;
+  for (const Copy& c : copies[threadIdx.x])
+    if (c.group < below) memcpy(c.to, c.from, c.bytes);
+    else later.push_back(c);
+  copies[threadIdx.x] = later;
 }
+template <int GROUPS>
+static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS); }
+static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
 static u32 read4(const void* p) { return *(const u32*)p; }
 static uint2 read8(const void* p) { return *(const uint2*)p; }
 static uint4 read16(const void* p) { return *(const uint4*)p; }
