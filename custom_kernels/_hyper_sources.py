@@ -135,109 +135,91 @@ SITE_SOURCE = (
 """
 )
 
-EXPAND_HEADER = """
-// A simdgroup makes the coefficients of one row from its partial sums, to[..] = pre, post, comb. Lanes below M M own
-// comb[j, k] at j M + k; the next M own pre, the next M post.
-template <int M, int PARTS, int ITERS, typename D, typename B, typename S, typename E>
-inline void hyper_coefficients(D dots, B base, S scale, E eps, float width, uint row, uint lane,
-                               threadgroup float* to) {
-    uint outputs = uint(M * (M + 2));
-    ulong first = ulong(row) * ulong(PARTS) * ulong(outputs + 1u);
-    uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
-    float m = 0.0f;
-    float squares = 0.0f;
-    for (uint part = 0; part < uint(PARTS); part++) {
-        if (lane < outputs) m += dots[first + part * (outputs + 1u) + o];
-        squares += dots[first + part * (outputs + 1u) + outputs];
-    }
-    m *= metal::precise::rsqrt(squares / width + eps[1]);
-    if (lane < outputs) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
+COEFFICIENTS_SOURCE = """
+    // A simdgroup owns one row of dots [B, L, PARTS, M (M + 2) + 1]. Lanes below M M own comb[j, k] at j M + k; the
+    // next M own pre, the next M post, the rest the squares.
+    constexpr int OUTPUTS = M * (M + 2);
+    uint lane = thread_index_in_simdgroup;
+    uint row = thread_position_in_grid.x / 32u;
+    if (row < uint(dots_shape[0]) * uint(dots_shape[1])) {  // the same for a simdgroup
+        uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
+        if (lane >= uint(OUTPUTS)) o = uint(OUTPUTS);
+        ulong at = ulong(row) * ulong(PARTS * (OUTPUTS + 1)) + ulong(o);
+        float small = eps[0];
+        float m = 0.0f;
+        #pragma unroll
+        for (uint part = 0; part < uint(PARTS); part++) m += dots[at + ulong(part * uint(OUTPUTS + 1))];
+        m *= metal::precise::rsqrt(simd_shuffle(m, ushort(OUTPUTS)) / float(WIDTH) + eps[1]);
+        if (lane < uint(OUTPUTS)) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
 
-    // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.
-    float top = m;
-    for (uint step = 1; step < uint(M); step <<= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(step)));
-    float g = metal::precise::exp(m - top);
-    float sum = g;
-    for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-    g = g / sum + eps[0];
-    for (int i = 0; i < ITERS; i++) {
-        if (i > 0) {
+        // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.
+        float top = m;
+        for (uint step = 1; step < uint(M); step <<= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(step)));
+        float g = metal::precise::exp(m - top);
+        float sum = g;
+        for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+        g = g / sum + small;
+        for (int i = 0; i < ITERS; i++) {
+            if (i > 0) {
+                sum = g;
+                for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+                g = g / (sum + small);
+            }
             sum = g;
-            for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-            g = g / (sum + eps[0]);
+            for (uint step = M; step < uint(M * M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+            g = g / (sum + small);
         }
-        sum = g;
-        for (uint step = M; step < uint(M * M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-        g = g / (sum + eps[0]);
+        float gate = 1.0f / (1.0f + metal::precise::exp(-m));
+        if (o < uint(M)) pre[row * uint(M) + o] = gate + small;
+        else if (lane < uint(OUTPUTS)) mix[row * uint(M + M * M) + o - uint(M)] = lane < uint(M * M) ? g : 2.0f * gate;
     }
-    float gate = 1.0f / (1.0f + metal::precise::exp(-m));
-    if (lane < outputs) to[o] = o >= uint(2 * M) ? g : o < uint(M) ? gate + eps[0] : 2.0f * gate;
-}
+"""
 
+EXPAND_HEADER = """
 // One channel in all M streams, of a row that was read: `at` is its place in the first of them, C the distance to the
-// next.
-template <int M, int C>
-inline void hyper_spread(const thread float* streams, const threadgroup float* coefficients, float added, ulong at,
-                         device bfloat16_t* expanded) {
+// next; mix: the row's post [M], then comb [M source, M destination].
+template <int M, int C, typename X>
+inline void hyper_spread(const thread float* streams, X mix, float added, ulong at, device bfloat16_t* expanded) {
     for (uint k = 0; k < uint(M); k++) {
-        float sum = coefficients[uint(2 * M) + k] * streams[0];
-        for (uint j = 1; j < uint(M); j++)
-            sum = metal::fma(coefficients[uint(2 * M) + j * uint(M) + k], streams[j], sum);
-        expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(coefficients[uint(M) + k], added, sum));
+        float sum = mix[uint(M) + k] * streams[0];
+        for (uint j = 1; j < uint(M); j++) sum = metal::fma(mix[uint(M) + j * uint(M) + k], streams[j], sum);
+        expanded[at + ulong(k) * ulong(C)] = bfloat16_t(metal::fma(mix[k], added, sum));
     }
 }
 
-// The same, of a row that is yet to be read.
-template <int M, int C, typename H>
-inline void hyper_expand(H h, const threadgroup float* coefficients, float added, ulong at,
-                         device bfloat16_t* expanded) {
+// The same, of a row that is yet to be read; inputs of fewer than 8 values are in another address space.
+template <int M, int C, typename H, typename X>
+inline void hyper_expand(H h, X mix, float added, ulong at, device bfloat16_t* expanded) {
     float streams[M];
+    float own[M + M * M];
     for (uint j = 0; j < uint(M); j++) streams[j] = float(h[at + ulong(j) * ulong(C)]);
-    hyper_spread<M, C>(streams, coefficients, added, at, expanded);
-}
-
-// Value i of a row's coefficients, to where it is kept for the next site and for looking at.
-template <int M>
-inline void hyper_keep(float value, uint row, uint i, device float* pre, device float* post, device float* comb) {
-    if (i < uint(M)) pre[row * uint(M) + i] = value;
-    else if (i < uint(2 * M)) post[row * uint(M) + i - uint(M)] = value;
-    else comb[row * uint(M * M) + i - uint(2 * M)] = value;
+    for (uint i = 0; i < uint(M + M * M); i++) own[i] = mix[i];
+    hyper_spread<M, C>(streams, own, added, at, expanded);
 }
 """
 
 EXPAND_SOURCE = """
-    // A threadgroup owns every GROUPSth run of 256 channels of ROWS rows (grid y); simdgroup r makes the coefficients
-    // of row r. A thread owns its channels in all M streams, and reads all of a row before it writes any.
-    constexpr int SIZE = 2 * M + M * M;
+    // A threadgroup owns every GROUPSth run of 256 channels of a row (grid y). A thread owns its channels in all M
+    // streams, and reads all of them before it writes any.
     constexpr int VALUES = (C + 256 * GROUPS - 1) / (256 * GROUPS);
-    threadgroup float coefficients[ROWS * (2 * M + M * M)];
     uint t = thread_index_in_threadgroup;
-    uint simdgroup = simdgroup_index_in_threadgroup;
-    uint rows = uint(h_shape[0]);
-    uint row0 = threadgroup_position_in_grid.y * uint(ROWS);
+    uint row = threadgroup_position_in_grid.y;
     uint group = threadgroup_position_in_grid.x;
-    if (simdgroup < uint(ROWS) && row0 + simdgroup < rows)  // the same for a simdgroup
-        hyper_coefficients<M, PARTS, ITERS>(dots, base, scale, eps, float(M * C), row0 + simdgroup,
-                                            thread_index_in_simdgroup, coefficients + simdgroup * uint(SIZE));
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (group == 0 && t < uint(ROWS * SIZE) && row0 + t / uint(SIZE) < rows)
-        hyper_keep<M>(coefficients[t], row0 + t / uint(SIZE), t % uint(SIZE), pre, post, comb);
-    for (uint r = 0; r < uint(ROWS) && row0 + r < rows; r++) {
-        float streams[VALUES * M];
-        float added[VALUES];
-        #pragma unroll
-        for (uint i = 0; i < uint(VALUES); i++) {
-            uint c = metal::min((group + uint(GROUPS) * i) * 256u + t, uint(C - 1));
-            added[i] = float(y[ulong(row0 + r) * ulong(C) + ulong(c)]);
-            for (uint j = 0; j < uint(M); j++)
-                streams[i * uint(M) + j] = float(h[ulong(row0 + r) * ulong(M * C) + ulong(c + j * uint(C))]);
-        }
-        #pragma unroll
-        for (uint i = 0; i < uint(VALUES); i++) {
-            uint c = (group + uint(GROUPS) * i) * 256u + t;
-            if (c < uint(C))
-                hyper_spread<M, C>(streams + i * uint(M), coefficients + r * uint(SIZE), added[i],
-                                   ulong(row0 + r) * ulong(M * C) + ulong(c), expanded);
-        }
+    float own[M + M * M];
+    for (uint i = 0; i < uint(M + M * M); i++) own[i] = mix[row * uint(M + M * M) + i];
+    float streams[VALUES * M];
+    float added[VALUES];
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        uint c = metal::min((group + uint(GROUPS) * i) * 256u + t, uint(C - 1));
+        added[i] = float(y[ulong(row) * ulong(C) + ulong(c)]);
+        for (uint j = 0; j < uint(M); j++)
+            streams[i * uint(M) + j] = float(h[ulong(row) * ulong(M * C) + ulong(c + j * uint(C))]);
+    }
+    #pragma unroll
+    for (uint i = 0; i < uint(VALUES); i++) {
+        uint c = (group + uint(GROUPS) * i) * 256u + t;
+        if (c < uint(C))
+            hyper_spread<M, C>(streams + i * uint(M), own, added[i], ulong(row) * ulong(M * C) + ulong(c), expanded);
     }
 """

@@ -6,18 +6,20 @@
     post_j = 2 sigmoid(m_{M+j} scale_1 + base_{M+j})
     comb   = Sinkhorn(softmax over destinations of m_{2M+Mj+k} scale_2 + base_{2M+Mj+k}),  j source, k destination
     collapse(h, pre)         = sum_j pre_j h_j
-    expand(y, h, post, comb) = post_k y + sum_j comb[j, k] h_j
+    expand(y, h)             = post_k y + sum_j comb[j, k] h_j,  destination k
 
 Everything is float32 inside; collapse and expand round once to bfloat16 (architecture notes 4.2, 4.3). A site's `pre`
 is consumed by the next site, `post` and `comb` by its own.
 
-A site takes two launches, where the mix, the split, the collapse, the norm and the expansion would be five:
+A site takes three launches, where the mix, the split, the collapse, the norm and the expansion would be five:
 
 * `site`: the products fn . h and the sum of squares in `_PARTS` partial sums, and in other threadgroups of the same
   grid the input of the sublayer, which needs the previous site's `pre` only. Bytes: fn once for eight rows, h twice
   (the second time from cache). Many rows on CUDA take a launch for each of the two: see `_hyper_cuda.py`.
-* `expand`: every threadgroup adds the partial sums of its rows and makes the coefficients anew, about 3,000 cycles of
-  one simdgroup a row that a launch of their own would take as well. Bytes: y, h in, h out; partial sums from cache.
+* `coefficients`: one simdgroup a row adds the partial sums and goes through the Sinkhorn passes, 4,000 to 7,000 cycles
+  of waiting. Nothing needs them before the sublayer's last product, so they are made beside the launches in between
+  (a CUDA graph and Metal's concurrent encoder run them at the same time). Bytes: 3 KB a row.
+* `expand`. Bytes: y, h in, h out. For a few rows it is the end of the sublayer's last product: see `expand_matmul.py`.
 
 Within tolerance of the references. A row's bits do not depend on the rows beside it.
 """
@@ -25,14 +27,21 @@ Within tolerance of the references. A row's bits do not depend on the rows besid
 from __future__ import annotations
 
 import functools
-from math import prod
+from math import isqrt, prod
 
 import mlx.core as mx
 import numpy as np
 
 from . import _hyper_cuda
 from ._case import Case
-from ._hyper_sources import COLLAPSE_NORM_SOURCE, COLLAPSE_SOURCE, EXPAND_HEADER, EXPAND_SOURCE, SITE_SOURCE
+from ._hyper_sources import (
+    COEFFICIENTS_SOURCE,
+    COLLAPSE_NORM_SOURCE,
+    COLLAPSE_SOURCE,
+    EXPAND_HEADER,
+    EXPAND_SOURCE,
+    SITE_SOURCE,
+)
 from ._kernel import Kernel, floats
 from ._switches import backend, enabled
 from .rms_norm import rms_norm_ref, simdgroups_for
@@ -41,6 +50,8 @@ from .rms_norm import rms_norm_ref, simdgroups_for
 # for one row of decoding, and the same order of additions for every batch.
 _PARTS = 32
 _TILE = 8  # rows that share one reading of fn
+# Streams that the kernels of coefficients (walks over powers of two in 32 lanes) and of expansions take.
+STREAMS = (1, 2, 4)
 
 _kernel = functools.partial(Kernel, exact=False, family="hyper_connection")
 _collapse_kernel = _kernel("hyper_connection_collapse", ["h", "pre"], ["x"], COLLAPSE_SOURCE)
@@ -56,20 +67,17 @@ _dots_kernel = _kernel(
     cuda_source=_hyper_cuda.SOURCE,
     cuda_header=_hyper_cuda.HEADER,
 )
-_expand_kernel = _kernel(
-    "hyper_connection_expand",
-    ["y", "h", "dots", "base", "scale", "eps"],
-    ["expanded", "pre", "post", "comb"],
-    EXPAND_SOURCE,
-    EXPAND_HEADER,
+_coefficients_kernel = _kernel(
+    "hyper_connection_coefficients", ["dots", "base", "scale", "eps"], ["pre", "mix"], COEFFICIENTS_SOURCE
 )
+_expand_kernel = _kernel("hyper_connection_expand", ["y", "h", "mix"], ["expanded"], EXPAND_SOURCE, EXPAND_HEADER)
 
 
 def site(h: mx.array, pre: mx.array, fn: mx.array, weight: mx.array, *, norm_eps: float) -> tuple[mx.array, mx.array]:
     """What a site starts with, from streams h [.., M, C] and the previous site's `pre` float32 [.., M].
 
     Returns the sublayer's input `collapse_norm(h, pre, weight)` bfloat16 [.., C], and partial sums float32
-    [.., P, M (M + 2) + 1] for the site's `expand`: products with fn float [M (M + 2), M C] (column = stream * C +
+    [.., P, M (M + 2) + 1] for the site's `coefficients`: products with fn float [M (M + 2), M C] (column = stream * C +
     channel), last the squares. How many parts there are is up to the implementation.
     """
     if not _use_kernel(h):
@@ -151,41 +159,55 @@ def collapse_norm(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> m
     )[0]
 
 
-def expand(
-    y: mx.array,
-    h: mx.array,
-    dots: mx.array,
-    base: mx.array,
-    scale: mx.array,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """How a site ends: its coefficients from the partial sums of `site`, and post_k y + sum_j comb[j, k] h_j.
+def coefficients(
+    dots: mx.array, base: mx.array, scale: mx.array, *, width: int, iters: int, eps: float, norm_eps: float
+) -> tuple[mx.array, mx.array]:
+    """A site's coefficients from the partial sums of `site`: dots [.., P, M (M + 2) + 1] over `width` = M C products,
+    base [M (M + 2)], scale [3]; `iters` counts the Sinkhorn column passes.
 
-    y [.., C], h [.., M, C], base [M (M + 2)], scale [3]; `iters` counts the Sinkhorn column passes. Returns bfloat16
-    [.., M, C] and the coefficients: float32 pre [.., M], post [.., M], comb [.., M source, M destination].
+    Returns float32 pre [.., M], for the next site, and mix [.., M + M M] for `expand`: post, then comb with one source
+    after the other.
+    """
+    *leading, parts, _ = dots.shape
+    M = _streams_of(base)
+    if M not in STREAMS or not _use_kernel(dots):
+        return coefficients_ref(dots, base, scale, width=width, iters=iters, eps=eps, norm_eps=norm_eps)
+    N = prod(leading)
+    rows = min(N, 8)  # of a threadgroup
+    pre, mix = _coefficients_kernel(
+        inputs=[dots if dots.ndim == 4 else dots.reshape(1, N, *dots.shape[-2:]), base, scale, floats(eps, norm_eps)],
+        template=[("M", M), ("PARTS", parts), ("ITERS", iters), ("WIDTH", width)],
+        grid=(-(-N // rows) * 32 * rows, 1, 1),
+        threadgroup=(32 * rows, 1, 1),
+        output_shapes=[(*leading, M), (*leading, M + M * M)],
+        output_dtypes=[mx.float32] * 2,
+    )
+    return pre, mix
+
+
+def _streams_of(base: mx.array) -> int:
+    """M of the M (M + 2) coefficients of a row."""
+    return isqrt(base.shape[0] + 1) - 1
+
+
+def expand(y: mx.array, h: mx.array, mix: mx.array) -> mx.array:
+    """How a site ends: post_k y + sum_j comb[j, k] h_j, with post and comb in `mix` as `coefficients` makes it.
+
+    y [.., C], h [.., M, C], mix float32 [.., M + M M] -> bfloat16 [.., M, C].
     """
     *leading, M, C = h.shape
-    if M not in (1, 2, 4) or not _use_kernel(h):  # the coefficients are found by walks over powers of two in 32 lanes
-        return expand_ref(y, h, dots, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
+    if M not in STREAMS or not _use_kernel(h):
+        return expand_ref(y, h, mix)
     N = prod(leading)
-    rows, run = (1, 256) if N <= _TILE else (8, 2048)  # many rows: eight are found coefficients at a time
-    groups = -(-C // run)
-    return tuple(
-        _expand_kernel(
-            inputs=[y, h.reshape(N, M, C), dots, base, scale, floats(eps, norm_eps)],
-            template=[
-                *[("M", M), ("C", C), ("PARTS", dots.shape[-2]), ("ITERS", iters)],
-                *[("GROUPS", groups), ("ROWS", rows)],
-            ],
-            grid=(groups * 256, -(-N // rows), 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[h.shape, (*leading, M), (*leading, M), (*leading, M, M)],
-            output_dtypes=[mx.bfloat16] + [mx.float32] * 3,
-        )
-    )
+    groups = -(-C // (256 if N <= _TILE else 1024))  # with many rows a thread has four channels for one read of mix
+    return _expand_kernel(
+        inputs=[y, h, mix],
+        template=[("M", M), ("C", C), ("GROUPS", groups)],
+        grid=(groups * 256, N, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[h.shape],
+        output_dtypes=[mx.bfloat16],
+    )[0]
 
 
 def _use_kernel(h: mx.array) -> bool:
@@ -223,22 +245,22 @@ def collapse_ref(h: mx.array, pre: mx.array) -> mx.array:
     return (pre[..., None] * h.astype(mx.float32)).sum(axis=-2).astype(mx.bfloat16)
 
 
-def expand_ref(
-    y: mx.array,
-    h: mx.array,
-    dots: mx.array,
-    base: mx.array,
-    scale: mx.array,
-    *,
-    iters: int,
-    eps: float,
-    norm_eps: float,
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    M, C = h.shape[-2:]
+def coefficients_ref(
+    dots: mx.array, base: mx.array, scale: mx.array, *, width: int, iters: int, eps: float, norm_eps: float
+) -> tuple[mx.array, mx.array]:
     sums = dots.sum(axis=-2)
-    m = sums[..., :-1] * mx.rsqrt(sums[..., -1:] / (M * C) + norm_eps)
-    pre, post, comb = split_ref(m, base, scale, streams=M, iters=iters, eps=eps)
-    return spread_ref(y, h, post, comb), pre, post, comb
+    m = sums[..., :-1] * mx.rsqrt(sums[..., -1:] / width + norm_eps)
+    pre, post, comb = split_ref(m, base, scale, streams=_streams_of(base), iters=iters, eps=eps)
+    return pre, mx.concatenate([post, comb.flatten(-2)], axis=-1)
+
+
+def unmix(mix: mx.array, streams: int) -> tuple[mx.array, mx.array]:
+    """post [.., M] and comb [.., M source, M destination] in what `coefficients` returns."""
+    return mix[..., :streams], mix[..., streams:].reshape(*mix.shape[:-1], streams, streams)
+
+
+def expand_ref(y: mx.array, h: mx.array, mix: mx.array) -> mx.array:
+    return spread_ref(y, h, *unmix(mix, h.shape[-2]))
 
 
 def spread_ref(y: mx.array, h: mx.array, post: mx.array, comb: mx.array) -> mx.array:
@@ -261,6 +283,7 @@ def cases() -> list[Case]:
             "base": (O,),
             "scale": (3,),
             "pre": (N, M),
+            "mix": (N, M + M * M),
             "weight": (C,),
         }
         made = {name: mx.array(rng.standard_normal(shape, dtype=np.float32)) for name, shape in normal.items()}
@@ -280,28 +303,31 @@ def cases() -> list[Case]:
 
         return sums
 
-    steps = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
     ops = {
         "site": (complete(site), complete(site_ref), ("h", "pre", "fn", "weight"), {"norm_eps": 1e-20}),
-        "expand": (expand, expand_ref, ("y", "h", "dots", "base", "scale"), steps),
+        "coefficients": (coefficients, coefficients_ref, ("dots", "base", "scale"), {}),
+        "expand": (expand, expand_ref, ("y", "h", "mix"), {}),
         "collapse": (collapse, collapse_ref, ("h", "pre"), {}),
         "collapse_norm": (collapse_norm, collapse_norm_ref, ("h", "pre", "weight"), {"eps": 1e-20}),
     }
 
     def case(name: str, N: int, M: int, C: int, large: bool = False) -> Case:
         op, reference, names, options = ops[name]
+        if name == "coefficients":
+            options = {"width": M * C, "iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
 
         def inputs(rng: np.random.Generator) -> list[mx.array]:
             made = arrays(rng, N, M, C)
             return [made[n] for n in names]
 
         moved = {"site": 2 * N * (M + 1) * C + 4 * M * M * (M + 2) * C, "expand": 2 * N * C * (2 * M + 1)}
+        moved["coefficients"] = 4 * N * (_PARTS * (M * (M + 2) + 1) + M * (M + 2))
         return Case(
             f"hyper_connection/{name}_{N}x{M}x{C}",
             functools.partial(op, **options),
             functools.partial(reference, **options),
             inputs,
-            tolerance=1e-5 if name in ("site", "expand") else 2e-6,
+            tolerance=1e-5 if name in ("site", "coefficients") else 2e-6,
             bytes=moved.get(name, 2 * N * C * (M + 1)),
             large=large,
             roundings=2 if name in ("site", "collapse_norm") else 1,  # before the norm and after it
@@ -313,9 +339,12 @@ def cases() -> list[Case]:
         case("site", 10, 2, 33),
         case("site", 19, 2, 33),  # many rows
         case("site", 2, 3, 1000),
+        case("coefficients", 11, 2, 33),  # a short last threadgroup
+        case("coefficients", 2, 1, 5),
         case("expand", 3, 2, 300),  # two groups a row
-        case("expand", 11, 4, 40),  # a short tile of many rows
+        case("expand", 11, 4, 1100),  # many rows, two groups of up to four channels a thread
         case("expand", 2, 1, 5),
+        case("expand", 1, 2, 3),  # fewer than 8 values in every input
         *[case(name, 1, 4, 5120, large=True) for name in ops],
         *[case(name, 512, 4, 5120, large=True) for name in ops],
     ]

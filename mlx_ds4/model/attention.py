@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_ds4.cache import GrowingRows, LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
-from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams
+from mlx_ds4.custom_kernels.hyper_connection import expand
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
@@ -20,8 +20,8 @@ from .step import Rotation, Step
 
 
 class Attention(nn.Module):
-    """One attention sublayer (architecture notes 5): x [B, L, C] normed and collapsed -> y bfloat16 [B, L, C], and the
-    streams behind it."""
+    """One attention sublayer (architecture notes 5): x [B, L, C] normed and collapsed, and the streams h [B, L, M, C]
+    -> the streams as the result expands them."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         if c.owns_index(layer):
             self.indexer = Indexer(c, layer)
 
-    def __call__(self, x: mx.array, step: Step, cache: LayerCache, streams: Streams, **steps: float) -> Ended:
-        """`streams` and `steps` as `project_expand` takes them, which makes the result."""
+    def __call__(self, x: mx.array, step: Step, cache: LayerCache, h: mx.array, mix: mx.array) -> mx.array:
+        """h and mix as `expand` takes them."""
         c = self._config
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
@@ -73,7 +73,10 @@ class Attention(nn.Module):
             heads = [value.reshape(B, L, -1, c.head_dim) for value in (q, o)]
             for name, value in (("qr", qr), ("q", rope(heads[0], *turn)), ("kv", newest), ("o", heads[1])):
                 step.note(f"attn.{name}", value)
-        return apply_and_expand(self.wo_a(o), self.wo_b, streams, **steps)
+            y = self.wo_b(self.wo_a(o))
+            step.note("attn.y", y)
+            return expand(y, h, mix)
+        return apply_and_expand(self.wo_a(o), self.wo_b, h, mix)
 
     def publish(self, x: mx.array, step: Step, cache: LayerCache) -> None:
         """Of an owner, only what it adds to the cache: compressed entries and index keys."""

@@ -7,8 +7,7 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams
-from mlx_ds4.custom_kernels.hyper_connection import collapse_norm, site
+from mlx_ds4.custom_kernels.hyper_connection import coefficients, collapse_norm, site, unmix
 
 from .attention import Attention
 from .engram import Engram
@@ -48,11 +47,11 @@ class Layer(nn.Module):
         if self.tapped:
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
-        x, streams, steps = self._site("attn", h, pre, step)
-        h, pre = self._ended("attn", self.attn(x, step, cache, streams, **steps), step)
+        x, pre, mix = self._site("attn", h, pre, step)
+        h = self.attn(x, step, cache, h, mix)
         step.note("h_mid", h)
-        x, streams, steps = self._site("ffn", h, pre, step)
-        h, pre = self._ended("ffn", self.ffn(x, step, streams, **steps), step)
+        x, pre, mix = self._site("ffn", h, pre, step)
+        h = self.ffn(x, step, h, mix)
         step.note("h_out", h)
         return h, pre
 
@@ -65,18 +64,20 @@ class Layer(nn.Module):
             h = self.engram(h, records, step)
         self.attn.publish(collapse_norm(h, pre, self.attn_norm.weight, self._config.rms_norm_eps), step, cache)
 
-    def _site(self, name: str, h: mx.array, pre: mx.array, step: Step) -> tuple[mx.array, Streams, dict[str, float]]:
-        """The sublayer's input, and the streams and settings with which its result expands."""
+    def _site(self, name: str, h: mx.array, pre: mx.array, step: Step) -> tuple[mx.array, mx.array, mx.array]:
+        """The sublayer's input, the coefficients that collapse the streams behind it, those that expand its result."""
         c = self._config
         x, dots = site(h, pre, self[f"hc_{name}_fn"], self[f"{name}_norm"].weight, norm_eps=c.rms_norm_eps)
-        step.note(f"{name}.x", x)
-        streams = (h, dots, self[f"hc_{name}_base"], self[f"hc_{name}_scale"])
-        return x, streams, {"iters": c.hc_sinkhorn_iters, "eps": c.hc_eps, "norm_eps": c.rms_norm_eps}
-
-    def _ended(self, name: str, ended: Ended, step: Step) -> tuple[mx.array, mx.array]:
-        """The streams behind a sublayer, and the coefficients that collapse them for the next."""
-        y, h, *coefficients = ended
-        step.note(f"{name}.y", y)
-        for coefficient, value in zip(("pre", "post", "comb"), coefficients, strict=True):
-            step.note(f"{name}.{coefficient}", value)
-        return h, coefficients[0]
+        pre, mix = coefficients(
+            dots,
+            self[f"hc_{name}_base"],
+            self[f"hc_{name}_scale"],
+            width=c.hc_mult * c.hidden_size,
+            iters=c.hc_sinkhorn_iters,
+            eps=c.hc_eps,
+            norm_eps=c.rms_norm_eps,
+        )
+        if step.traces:
+            for key, value in zip(("x", "pre", "post", "comb"), (x, pre, *unmix(mix, c.hc_mult)), strict=True):
+                step.note(f"{name}.{key}", value)
+        return x, pre, mix

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams, project_expand
+from mlx_ds4.custom_kernels.expand_matmul import project_expand
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.quant_matmul import grouped_quant_matmul, quant_matmul, quant_matmul_group
 from mlx_ds4.formats import planes as block_planes
@@ -118,10 +118,10 @@ def apply_together(x: mx.array, *layers: Linear) -> list[mx.array]:
     return [results[i] for i in range(len(layers))]
 
 
-def apply_and_expand(x: mx.array, layer: Linear, streams: Streams, **steps: float) -> Ended:
-    """layer(x) as the result of a sublayer, and what it makes of the streams, as `project_expand` returns them."""
+def apply_and_expand(x: mx.array, layer: Linear, h: mx.array, mix: mx.array) -> mx.array:
+    """`expand(layer(x), h, mix)`, the same bits, in one launch for few rows."""
     x = fake_quant_fp8(x) if layer.rounds_input else x
-    return project_expand(x, stored(layer.weight), streams, **steps)
+    return project_expand(x, stored(layer.weight), h, mix)
 
 
 def rounds_input(weight: mx.array | BlockWeight, override: bool | None) -> bool:

@@ -6,9 +6,10 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.expand_matmul import Ended, Streams, experts_expand
-from mlx_ds4.custom_kernels.expert_matmul import SharedDown, expert_swiglu, plan_pairs
+from mlx_ds4.custom_kernels.expand_matmul import experts_expand
+from mlx_ds4.custom_kernels.expert_matmul import Plan, expert_down, expert_swiglu, plan_pairs
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
+from mlx_ds4.custom_kernels.hyper_connection import expand
 from mlx_ds4.custom_kernels.router import route
 from mlx_ds4.custom_kernels.shared_expert import shared_swiglu
 
@@ -56,19 +57,15 @@ class Experts(nn.Module):
         self.w3 = StackedLinear(experts, c.hidden_size, c.moe_intermediate_size)
         self.w2 = StackedLinear(experts, c.moe_intermediate_size, c.hidden_size)
 
-    def __call__(
-        self, x: mx.array, chosen: mx.array, weights: mx.array, shared: SharedDown, streams: Streams, **steps: float
-    ) -> Ended:
-        """x [N, C], chosen int32 [N, K] ascending, weights float32 [N, K], the shared expert's activations and its
-        last matrix; y and what it makes of the streams, as `experts_expand` returns them."""
+    def activate(self, x: mx.array, chosen: mx.array, weights: mx.array) -> tuple[mx.array, Plan | None]:
+        """What w2 takes, bfloat16 [N, K, F], of x [N, C], chosen int32 [N, K] ascending and weights float32 [N, K]; and
+        the order of the pairs of many rows."""
         if self.w1.rounds_input or self.w3.rounds_input:
             x = fake_quant_fp8(x)
         gate, up = (stored(layer.weight) for layer in (self.w1, self.w3))
         plan = plan_pairs(chosen, gate[1]["codes"].shape[0])
         a = expert_swiglu(x, gate, up, chosen, weights, limit=self._limit, plan=plan)
-        if self.w2.rounds_input:
-            a = fake_quant_fp8(a)
-        return experts_expand(a, stored(self.w2.weight), chosen, shared, streams, plan=plan, **steps)
+        return fake_quant_fp8(a) if self.w2.rounds_input else a, plan
 
 
 class SharedExpert(nn.Module):
@@ -91,7 +88,8 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward part (architecture notes 8): x [B, L, C] -> y bfloat16 [B, L, C], and the streams behind it."""
+    """The feed-forward part (architecture notes 8): x [B, L, C] and the streams h [B, L, M, C] -> the streams as the
+    result expands them."""
 
     def __init__(self, config: ModelConfig, *, experts: int | None = None, top_k: int | None = None):
         super().__init__()
@@ -102,13 +100,17 @@ class MoE(nn.Module):
         self.experts = Experts(config, experts)
         self.shared_experts = SharedExpert(config)
 
-    def __call__(self, x: mx.array, step: Step, streams: Streams, **steps: float) -> Ended:
-        """`streams` and `steps` as `experts_expand` takes them, which makes the result."""
+    def __call__(self, x: mx.array, step: Step, h: mx.array, mix: mx.array) -> mx.array:
+        """h and mix as `expand` takes them."""
         rows = x.reshape(-1, x.shape[-1])
         logits, shared = self.shared_experts.activate(rows, self.gate)
         chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
-        last = (shared, stored(self.shared_experts.w2.weight))
+        a, plan = self.experts.activate(rows, chosen, weights)
+        last = (a, stored(self.experts.w2.weight), chosen, (shared, stored(self.shared_experts.w2.weight)))
         if step.traces:
             for name, value in (("ffn.logits", logits), ("ffn.experts", chosen), ("ffn.weights", weights)):
                 step.note(name, value.reshape(*x.shape[:-1], -1))
-        return self.experts(rows, chosen, weights, last, streams, **steps)
+            y = expert_down(*last, plan=plan).reshape(x.shape)
+            step.note("ffn.y", y)
+            return expand(y, h, mix)
+        return experts_expand(*last, h, mix, plan=plan)

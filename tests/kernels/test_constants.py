@@ -17,7 +17,7 @@ from mlx_ds4.custom_kernels._switches import trace
 from mlx_ds4.custom_kernels.engram import engram_embedding, engram_update
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand, project_expand
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu
-from mlx_ds4.custom_kernels.hyper_connection import collapse, collapse_norm, expand, site
+from mlx_ds4.custom_kernels.hyper_connection import coefficients, collapse, collapse_norm, expand, site
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul, quant_matmul_group
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.router import route
@@ -84,20 +84,17 @@ def calls():
     fn, base, scale = normal(O, M * C), normal(O, dtype=mx.float32), normal(3, dtype=mx.float32)
     q8, float_ = ("Q8_0", random_planes(rng, "Q8_0", F, C)), ("F16", random_planes(rng, "F16", E, C))
     experts, down = (("Q8_0", random_planes(rng, "Q8_0", E, *shape)) for shape in ((F, C), (C, F)))
-    dots, a = normal(2, 32, O + 1, dtype=mx.float32), normal(2, K, F)
+    dots, mix, a = normal(2, 32, O + 1, dtype=mx.float32), normal(2, M + M * M, dtype=mx.float32), normal(2, K, F)
     chosen, weights = mx.array([[0, 1], [2, 3]], dtype=mx.int32), normal(2, K, dtype=mx.float32)
     records = mx.array(rng.integers(0, 100, (2, 3, 33), dtype=np.uint8))
     scores, visible = normal(1, 2, 600, dtype=mx.float32), mx.array([599, 600], dtype=mx.int32)
-    steps = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
+    steps = {"width": M * C, "iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
     return [
         ("site", lambda *i: site(*i, fn, weight, norm_eps=1e-20), [h, pre]),
-        ("expand", lambda *i: expand(*i, base, scale, **steps), [x, h, dots]),
-        ("project_expand", lambda x, *i: project_expand(x, q8, (*i, base, scale), **steps), [x, h, dots]),
-        (
-            "experts_expand",
-            lambda a, c, *i: experts_expand(a, down, c, (a[:, 0], q8), (*i, base, scale), **steps),
-            [a, chosen, h, dots],
-        ),
+        ("coefficients", lambda dots: coefficients(dots, base, scale, **steps), [dots]),
+        ("expand", expand, [x, h, mix]),
+        ("project_expand", lambda x, *i: project_expand(x, q8, *i), [x, h, mix]),
+        ("experts_expand", lambda a, c, *i: experts_expand(a, down, c, (a[:, 0], q8), *i), [a, chosen, h, mix]),
         ("collapse", collapse, [h, pre]),
         ("collapse_norm", lambda *i: collapse_norm(*i, weight, 1e-20), [h, pre]),
         ("rms_norm", lambda x: rms_norm(x, weight, 1e-20), [x]),

@@ -10,7 +10,15 @@ from mlx_ds4.custom_kernels import fake_quant, hyper_connection
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._switches import use_kernels
-from mlx_ds4.custom_kernels.hyper_connection import collapse, collapse_norm, collapse_norm_ref, expand, site
+from mlx_ds4.custom_kernels.hyper_connection import (
+    coefficients,
+    collapse,
+    collapse_norm,
+    collapse_norm_ref,
+    expand,
+    site,
+    unmix,
+)
 from mlx_ds4.custom_kernels.rope import rope, rope_ref, rope_table
 from tests.golden_tools import assert_equal, assert_one_ulp, golden, row_error
 
@@ -77,28 +85,27 @@ def test_rope_of_three_axes_and_its_refusals():
         rope(x[..., :4], cos, sin)
 
 
-OPTIONS = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
-
-
-def both_halves(units, rows: slice = slice(None)) -> list[mx.array]:
+def whole_site(units, rows: slice = slice(None)) -> list[mx.array]:
     """(x, expanded, pre, post, comb) of a site with a norm of ones, for some of the golden rows."""
     h, y, pre = (units[f"hc.{name}"][rows] for name in ("h", "y", "pre"))
     x, dots = site(h, pre, units["hc.fn"], mx.ones(h.shape[-1]), norm_eps=1e-20)
-    return [x, *expand(y, h, dots, units["hc.base"], units["hc.scale"], **OPTIONS)]
+    options = {"width": h.shape[-2] * h.shape[-1], "iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
+    after, mix = coefficients(dots, units["hc.base"], units["hc.scale"], **options)
+    return [x, expand(y, h, mix), after, *unmix(mix, h.shape[-2])]
 
 
-def test_site_and_expand(units):
-    x, expanded, *coefficients = both_halves(units)
-    for values, name in zip(coefficients, ("pre", "post", "comb"), strict=True):
+def test_a_whole_site(units):
+    x, expanded, *mixes = whole_site(units)
+    for values, name in zip(mixes, ("pre", "post", "comb"), strict=True):
         assert row_error(values, units[f"hc.{name}"]) <= 2e-5, name
     assert_one_ulp(expanded, units["hc.expanded"])
     assert_equal(x, collapse_norm(units["hc.h"], units["hc.pre"], mx.ones(x.shape[-1]), 1e-20))
 
 
 def test_a_site_does_not_depend_on_the_number_of_rows(units):
-    together = both_halves(units)
+    together = whole_site(units)
     for i in range(2):
-        for a, b in zip(together, both_halves(units, slice(i, i + 1)), strict=True):
+        for a, b in zip(together, whole_site(units, slice(i, i + 1)), strict=True):
             assert_equal(a[i : i + 1], b)
 
 
@@ -106,10 +113,8 @@ def test_channels_do_not_depend_on_how_many_groups_share_a_row():
     """300 channels: two groups a row for a few rows, one for many rows."""
     case = next(c for c in hyper_connection.cases() if c.name.endswith("expand_3x2x300"))
     arrays = case.inputs(np.random.default_rng(4))
-    few = expand(*arrays, **OPTIONS)
-    many = expand(*(mx.concatenate([a, a, a]) for a in arrays[:3]), *arrays[3:], **OPTIONS)
-    for a, b in zip(few, many, strict=True):
-        assert_equal(a, b[3:6])
+    many = expand(*(mx.concatenate([a, a, a]) for a in arrays))
+    assert_equal(expand(*arrays), many[3:6])
 
 
 def test_collapse(units):

@@ -41,6 +41,22 @@ def test_emulated_tokens_equal_the_reference(nano):
     assert {k.family for k in all_kernels() if launches[k.name]} >= USED
 
 
+@pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
+def test_a_pass_with_notes_has_the_bits_of_one_without(nano):
+    """Five rows: to note a sublayer's result, its last product and the expansion are taken apart."""
+    ids = golden("nano", "e2e")["A5.ids"][None]
+    ends, layers = ("expand_project", "expand_experts", "hyper_connection_expand"), nano.config.num_hidden_layers
+    with use_kernels("emulate", checked=False):
+        with count_launches() as launches:
+            logits = nano(ids, nano.make_cache())
+        assert [launches[name] for name in ends] == [layers, layers, 0]
+        with count_launches() as launches:
+            trace = nano.trace(ids)
+        assert [launches[name] for name in ends] == [0, 0, 2 * layers]
+    assert mx.array_equal(trace["logits"].view(mx.uint8), logits.view(mx.uint8))
+    assert {f"L0.{site}.{name}" for site in ("attn", "ffn") for name in ("x", "y", "pre", "post", "comb")} <= set(trace)
+
+
 def test_kernels_save_launches(nano):
     """A decoding step, counted from the graph; the ceiling is what was reached, lower it with each new kernel."""
     ids = golden("nano", "e2e")["A17.ids"]

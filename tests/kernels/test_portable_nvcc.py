@@ -219,17 +219,16 @@ def bodies_for_cuda_alone() -> None:
         for count in range(2, 6):
             dtypes = [mx.float32, mx.bfloat16] * 3
             _quant_group_cuda.together(x, group[:count], dtypes[:count])
-        streams = (mx.zeros((3, 4, 64), dtype=mx.bfloat16), mx.zeros((3, 32, 25)), mx.zeros(24), mx.zeros(3))
-        steps = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
-        _expand_cuda.project(x, (format, planes), streams, **steps)
+        h, mix = mx.zeros((3, 4, 64), dtype=mx.bfloat16), mx.zeros((3, 20))
+        _expand_cuda.project(x, (format, planes), h, mix)
         for router in group[:2]:
             _quant_group_cuda.shared_swiglu(x, group[0], group[0], x, router, 10.0)
         if format != "FP8":
             up, down = random_planes(rng, format, 3, 256, 1024), random_planes(rng, format, 3, 1024, 256)
             a = mx.zeros((3, 2, 256), dtype=mx.bfloat16)
-            wide = (mx.zeros((3, 4, 1024), dtype=mx.bfloat16), *streams[1:])
+            wide = mx.zeros((3, 4, 1024), dtype=mx.bfloat16)
             last = (x, (format, random_planes(rng, format, 1024, 1024)))
-            _expand_cuda.experts(a, (format, down), chosen, last, wide, **steps)
+            _expand_cuda.experts(a, (format, down), chosen, last, wide, mix)
             _quant_cuda.gate_up_few(x, format, up, up, chosen, weights, 10.0)
             _expert_tile_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, *plan)
             for shared in (None, x, last):

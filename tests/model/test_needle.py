@@ -25,7 +25,6 @@ from mlx.utils import tree_map_with_path
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.expand_matmul import Streams
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4, fake_quant_fp4_e4m3
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.formats.quant_blocks import E2M1
@@ -169,11 +168,10 @@ def answering(*wishes: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     return np.linalg.pinv(np.concatenate([q for q, _ in wishes])) @ np.concatenate([p for _, p in wishes])
 
 
-def any_streams(*leading: int) -> Streams:
+def any_streams(*leading: int) -> tuple[mx.array, mx.array]:
     """What the layers' results are added to, on which nothing here depends."""
     M, C = CONFIG.hc_mult, CONFIG.hidden_size
-    h = mx.zeros((*leading, M, C), dtype=mx.bfloat16)
-    return h, mx.ones((*leading, 1, M * (M + 2) + 1)), mx.zeros((M * (M + 2),)), mx.zeros((3,))
+    return mx.zeros((*leading, M, C), dtype=mx.bfloat16), mx.zeros((*leading, M + M * M))
 
 
 def retrieved(hay: Haystack, size: int, length: int) -> dict[str, np.ndarray]:
@@ -184,7 +182,7 @@ def retrieved(hay: Haystack, size: int, length: int) -> dict[str, np.ndarray]:
     selections = []
     for layer, (attention, x) in enumerate(zip(layers(), hay.inputs, strict=True)):
         step.layer = layer
-        attention(x, step, caches[layer], streams, iters=CONFIG.hc_sinkhorn_iters, eps=CONFIG.hc_eps, norm_eps=1e-6)
+        attention(x, step, caches[layer], *streams)
         selections.append(np.array(step.selection))
     outputs = [np.array(trace[f"L{layer}.attn.o"].astype(mx.float32)) for layer in range(4)]
     np.testing.assert_array_equal(selections[0], selections[1])

@@ -9,7 +9,7 @@ import pytest
 from mlx_ds4.custom_kernels.compress import pool_pairs
 from mlx_ds4.custom_kernels.engram import engram_gate
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4, fake_quant_fp4_e4m3, fake_quant_fp8
-from mlx_ds4.custom_kernels.hyper_connection import collapse, expand, site, split_ref, spread_ref
+from mlx_ds4.custom_kernels.hyper_connection import coefficients, collapse, expand, site, split_ref, unmix
 from mlx_ds4.custom_kernels.index_score import index_scores
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope, rope_frequencies, rope_table
@@ -85,13 +85,13 @@ def test_hyper_connection(units):
     h, pre = units["hc.h"], units["hc.pre"]
     x, dots = site(h, pre, units["hc.fn"], mx.ones(h.shape[-1]), norm_eps=EPS)
     assert_one_ulp(x, rms_norm(units["hc.collapsed"], mx.ones(h.shape[-1]), EPS))
-    options = {"iters": 20, "eps": 1e-6, "norm_eps": EPS}
-    expanded, *got = expand(units["hc.y"], h, dots, units["hc.base"], units["hc.scale"], **options)
-    for value, name in zip(got, ("pre", "post", "comb"), strict=True):
+    options = {"width": h.shape[-2] * h.shape[-1], "iters": 20, "eps": 1e-6, "norm_eps": EPS}
+    after, mix = coefficients(dots, units["hc.base"], units["hc.scale"], **options)
+    for value, name in zip((after, *unmix(mix, 4)), ("pre", "post", "comb"), strict=True):
         assert_close_to_largest(value, units[f"hc.{name}"])
     assert_one_ulp(collapse(h, pre), units["hc.collapsed"])
-    assert_one_ulp(spread_ref(units["hc.y"], h, units["hc.post"], units["hc.comb"]), units["hc.expanded"])
-    assert_one_ulp(expanded, units["hc.expanded"])
+    for some in (mix, mx.concatenate([units["hc.post"], units["hc.comb"].flatten(-2)], axis=-1)):
+        assert_one_ulp(expand(units["hc.y"], h, some), units["hc.expanded"])
 
 
 def test_router(units):
