@@ -64,6 +64,12 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                "n"(BYTES)
                : "memory");
 }
+// 4 bytes, of which the first `bytes` are copied and the rest is zero.
+__device__ __forceinline__ void copy4_async(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest GROUPS groups of this thread are there.
 template <int GROUPS>
@@ -71,6 +77,14 @@ __device__ __forceinline__ void wait_for_copies_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// 16 bytes into v, or v as it is.
+__device__ __forceinline__ void read16_if(bool condition, uint4& v, const void* p) {
+  asm volatile(
+      "{.reg .pred yes; setp.ne.u32 yes, %5, 0; @yes ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"((u32)condition));
+}
 
 // Reads of what is used once: they leave L1 to the rest.
 __device__ __forceinline__ u32 read4(const void* p) {

@@ -55,7 +55,9 @@ _STORE = """{
       }"""
 
 
-def _kernel(name: str, inputs: list[str], source: str, store: str, row: str, column: str, inside: str) -> Kernel:
+def _kernel(
+    name: str, inputs: list[str], source: str, store: str, row: str, column: str, inside: str, **limits
+) -> Kernel:
     assert source.count(store) == 1
     product, _, end = source.rpartition("__syncthreads();")
     assert store in end
@@ -67,6 +69,7 @@ def _kernel(name: str, inputs: list[str], source: str, store: str, row: str, col
         None,
         cuda_source=_DECLARED + product + read + end.replace(store, _STORE),
         cuda_header=HEADER,
+        **limits,
         exact=False,
         family="expand_matmul",
     )
@@ -89,6 +92,7 @@ _experts = _kernel(
     row="threadIdx.x / 16",
     column="16 * tile + threadIdx.x % 16",
     inside="row < P / SLOTS",
+    cuda_bounds=_quant_cuda.DOWN_BOUNDS,
 )
 
 

@@ -19,58 +19,78 @@ _PAIRS = """
     };
 """
 
-GATE_UP_FEW_SOURCE = (
-    """
-    // Blocks go round the items (distinct expert, tile): 16 rows of gate and up, for all pairs with this expert. The S
-    // warps of a block take units of the width in turn.
-"""
-    + _PAIRS
-    + """
-    // Wide tables leave a warp four steps of IQ2_XXS instead of a whole ring; its sums go where its ring begins.
-    constexpr int TABLES = Few<F, true>::TABLES, AT_ONCE = TABLES > 1 ? 4096 : RING;
-    uint4* const tables = (uint4*)dynamic_shared();
-    uint4* const rings = tables + (TABLES > 1 ? TABLES : 0);
-    float* const part = (float*)rings;
-    Few<F, true>::stage(tables);
-    const float LIMIT = __int_as_float(LIMIT_BITS);
-    const Planes w1 = {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1};
-    const Planes w3 = {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3};
-    const int K = width_of(x_shape, x_ndim), N = codes1_shape[1], tiles = (N + 15) / 16;
+_DISTINCT = """
     unsigned long long firsts = 0;  // the first pair of each distinct expert
     for (int q = 0; q < P; q++) {
       const unsigned long long mask = chosen_by(expert_of(q));
       if (__ffsll(mask) - 1 == q) firsts |= 1ull << q;
     }
-    const int items = __popcll(firsts) * tiles;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const int expert = expert_of(pair_of(firsts, item / tiles)), tile = item % tiles;
-      const unsigned long long riders = chosen_by(expert);
-      const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, __popcll(riders) - 1)) / SLOTS) * K;
+    const int distinct = __popcll(firsts);
+"""
+
+GATE_UP_FEW_SOURCE = (
+    """
+    // Blocks go round the items (distinct expert, tile): 16 rows of gate and up, for all pairs with this expert. The S
+    // warps of a block take units of the width in turn; their rings run on through the items.
+"""
+    + _PAIRS
+    + _DISTINCT
+    + """
+    typedef Few<F, true> W;
+    constexpr int TABLES = W::TABLES > 1 ? W::TABLES : 0;
+    uint4* const tables = (uint4*)dynamic_shared();
+    float* part = (float*)(tables + TABLES + S * RING / 16);  // two sets, used in turn, so that an item needs one barrier
+    Stream<W, 2> stream(ring_of(tables + TABLES, warp));
+    const float LIMIT = __int_as_float(LIMIT_BITS);
+    const Planes w[2] = {
+        {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
+        {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
+    const int K = width_of(x_shape, x_ndim), N = codes1_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
+    auto run_of = [&](int item) {
+      return Run{(size_t)expert_of(pair_of(firsts, item / tiles)) * N, item % tiles, N, K, warp, S, K / W::UNIT};
+    };
+    int sent = blockIdx.x;
+    auto next = [&] {
+      if (sent >= items) return false;
+      stream.open(w, run_of(sent));
+      sent += gridDim.x;
+      return true;
+    };
+    stream.fill(next);
+    W::stage(tables);
+    __syncthreads();
+    for (int item = blockIdx.x, set = 0; item < items; item += gridDim.x, set ^= 1) {
+      const Run run = run_of(item);
+      const unsigned long long riders = chosen_by(expert_of(pair_of(firsts, item / tiles)));
+      const int count = __popcll(riders);
+      HeldRow<W> columns(
+          (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K + warp * W::UNIT +
+              t * W::LANE_COLUMNS,
+          g < count);
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
-      __syncthreads();  // tables are there, and the sums of the item before are read
-      two_products<F, true, AT_ONCE>(
-          gate, up, w1, w3, (size_t)expert * N, tile, N, K, row, warp, S, K / Few<F, true>::UNIT, tables,
-          (unsigned char*)rings + warp * AT_ONCE);
+      stream.multiply_run(run, next, [&] { columns.read(); }, [&](W(&now)[2]) {
+        W::multiply_both(now, gate, up, columns, t, tables);
+        columns.p += S * W::UNIT;
+      });
+      float* const sums = part + set * (2 * S * 128);
       for (int c = 0; c < 4; c++) {
-        part[warp * (AT_ONCE / 4) + 32 * c + lane] = gate[0][c];
-        part[warp * (AT_ONCE / 4) + 128 + 32 * c + lane] = up[0][c];
+        sums[warp * 128 + 32 * c + lane] = gate[0][c];
+        sums[(S + warp) * 128 + 32 * c + lane] = up[0][c];
       }
-      const unsigned long long mask = chosen_by(expert);  // once more, which takes fewer registers than keeping it
-      const int count = __popcll(mask);
       __syncthreads();
       for (int e = threadIdx.x; e < 128; e += 32 * S) {
-        const int c = e / 32, n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
+        const int c = e / 32, n = 2 * t + (c & 1), r = 16 * run.tile + g + 8 * (c >> 1);
         if (n >= count || r >= N) continue;
         float a = 0.f, b = 0.f;
         for (int s = 0; s < S; s++) {
-          a += part[s * (AT_ONCE / 4) + e];
-          b += part[s * (AT_ONCE / 4) + 128 + e];
+          a += sums[s * 128 + e];
+          b += sums[(S + s) * 128 + e];
         }
         a = fminf(round_bf16(a), LIMIT);
         b = fminf(fmaxf(round_bf16(b), -LIMIT), LIMIT);
-        const int pair = pair_of(mask, n);
+        const int pair = pair_of(riders, n);
         y[(size_t)pair * N + r] = bf16(weights[pair] * (a / (1.f + expf(-a)) * b));
       }
     }
@@ -84,6 +104,7 @@ DOWN_FEW_SOURCE = (
     // are added, rounded, and summed over each row's slots. SHARED: 0 nothing, 1 values to add, 2 a product.
 """
     + _PAIRS
+    + _DISTINCT
     + """
     __shared__ uint4 grid_s[F == IQ2_XXS || FS == IQ2_XXS ? 256 : 1];
     if (F == IQ2_XXS || FS == IQ2_XXS) {
@@ -91,30 +112,41 @@ DOWN_FEW_SOURCE = (
       __syncthreads();
     }
     __shared__ uint4 rings[S * RING / 16];
-    unsigned char* const ring = ring_of(rings, warp);
     __shared__ float part[2][64][16];
     __shared__ float share[SHARED == 2 ? SS * 128 : 1];
-    const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
+    typedef Weight<F> W;
+    const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
     const int tile = blockIdx.x, K = width_of(x_shape, x_ndim), N = codes_shape[1];
-    const int units = K / Weight<F>::UNIT, half = (units + 1) / 2;
-    int task = 0;
-    for (int q = 0; q < P; q++) {
-      const int expert = expert_of(q);
-      const unsigned long long mask = chosen_by(expert);
-      if (mask & ((1ull << q) - 1)) continue;  // an earlier pair chose the same
-      const int count = __popcll(mask);
-      for (int side = 0; side < 2; side++) {
-        if (task++ % S != warp) continue;
-        Rows<1> rows;
-        rows.p[0] = (const bf16*)x + (size_t)pair_of(mask, min(g, count - 1)) * K;
-        float acc[1][4];
-        clear(acc);
-        product<F, 1>(
-            acc, w, (size_t)expert * N, tile, N, K, rows, side ? half : 0, 1, side ? units : half, grid_s, ring);
-        for (int c = 0; c < 4; c++) {
-          const int n = 2 * t + (c & 1);
-          if (n < count) part[side][pair_of(mask, n)][g + 8 * (c >> 1)] = acc[0][c];
-        }
+    const int units = K / W::UNIT, half = (units + 1) / 2;
+    auto run_of = [&](int task) {
+      const int side = task & 1;
+      return Run{(size_t)expert_of(pair_of(firsts, task / 2)) * N, tile, N, K, side ? half : 0, 1, side ? units : half};
+    };
+    Stream<W, 1> stream(ring_of(rings, warp));
+    int sent = warp, task = warp;
+    auto next = [&] {
+      if (sent >= 2 * distinct) return false;
+      stream.open(w, run_of(sent));
+      sent += S;
+      return true;
+    };
+    stream.fill(next);
+    for (; task < 2 * distinct; task += S) {
+      const Run run = run_of(task);
+      const unsigned long long riders = chosen_by(expert_of(pair_of(firsts, task / 2)));
+      const int count = __popcll(riders);
+      HeldRow<W> columns(
+          (const bf16*)x + (size_t)pair_of(riders, min(g, count - 1)) * K + run.first * W::UNIT + t * W::LANE_COLUMNS,
+          g < count);
+      float acc[1][4];
+      clear(acc);
+      stream.multiply_run(run, next, [&] { columns.read(); }, [&](W(&now)[1]) {
+        now[0].multiply(acc, columns, t, grid_s);
+        columns.p += W::UNIT;
+      });
+      for (int c = 0; c < 4; c++) {
+        const int n = 2 * t + (c & 1);
+        if (n < count) part[task & 1][pair_of(riders, n)][g + 8 * (c >> 1)] = acc[0][c];
       }
     }
     if (SHARED == 2) {
@@ -123,11 +155,13 @@ DOWN_FEW_SOURCE = (
       const int width = width_of(shared_shape, shared_ndim);
       Rows<1> rows;
       rows.p[0] = (const bf16*)shared + (size_t)min(g, P / SLOTS - 1) * width;
-      for (int s = 0; s < SS; s++) {
-        if (task++ % S != warp) continue;
+      rows.real = g < P / SLOTS;
+      for (; task < 2 * distinct + SS; task += S) {
+        const int s = task - 2 * distinct;
         float acc[1][4];
         clear(acc);
-        product<FS, 1>(acc, ws, 0, tile, N, width, rows, s, SS, width / Weight<FS>::UNIT, grid_s, ring);
+        product<FS, 1>(
+            acc, ws, {0, tile, N, width, s, SS, width / Weight<FS>::UNIT}, rows, grid_s, ring_of(rings, warp));
         for (int c = 0; c < 4; c++) share[s * 128 + 32 * c + lane] = acc[0][c];
       }
     }

@@ -60,7 +60,7 @@ struct Few : Weight<F> {
   static __device__ __forceinline__ void stage(uint4*) {}
   template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], X& x, int t, const uint4* tables) {
     w[0].multiply(one, x, t, tables);
     w[1].multiply(two, x, t, tables);
   }
@@ -69,7 +69,7 @@ template <>
 struct Few<IQ2_XXS, true> : WideIq2 {
   template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], X& x, int t, const uint4* tables) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 v = x.octet(0, 32 * j);
@@ -86,15 +86,20 @@ struct Few<IQ2_XXS, true> : WideIq2 {
 };
 
 // product() of two matrices of one format with the same row of x, one step of each after the other.
-template <int F, bool WIDE, int AT_ONCE = RING>
+template <int F>
 __device__ __forceinline__ void two_products(
-    float (&one)[1][4], float (&two)[1][4], const Planes& w1, const Planes& w2, size_t base, int tile, int N, int K,
-    const bf16* x, int first, int step, int end, const uint4* tables, unsigned char* ring) {
-  typedef Few<F, WIDE> W;
+    float (&one)[1][4], float (&two)[1][4], const Planes& w1, const Planes& w2, const Run& run, const Rows<1>& x,
+    const uint4* tables, unsigned char* ring) {
+  typedef Few<F, false> W;
   const Planes both[2] = {w1, w2};
-  const Rows<1> rows = {{x}};
-  stream<W, 1, 2, AT_ONCE>(both, base, tile, N, K, rows, first, step, end, ring, [&](W(&now)[2], const auto& columns) {
-    W::multiply_both(now, one, two, columns, threadIdx.x & 3, tables);
+  const int t = threadIdx.x & 3;
+  Stream<W, 2> stream(ring);
+  stream.open(both, run);
+  stream.fill(NoneNext());
+  HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real);
+  stream.multiply_run(run, NoneNext(), [&] { columns.read(); }, [&](W(&now)[2]) {
+    W::multiply_both(now, one, two, columns, t, tables);
+    columns.p += run.step * W::UNIT;
   });
 }
 

@@ -27,9 +27,10 @@ _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_
 SMS = 132
 DOWN_WARPS = 6
 GATE_UP_SPLIT = 8
-# Bytes of a block of gate and up, tables and rings, and how many blocks a multiprocessor holds at a time.
-_WIDE_TABLES = {"shared_memory": 73728, "cuda_bounds": (32 * GATE_UP_SPLIT, 3)}  # IQ2_XXS
-_RINGS_ALONE = {"shared_memory": 4608 * GATE_UP_SPLIT, "cuda_bounds": (32 * GATE_UP_SPLIT, 2)}
+# Of a block of gate and up: rings and sums, twice; IQ2_XXS has its tables besides.
+_GATE_UP_BYTES = GATE_UP_SPLIT * (4608 + 2 * 2 * 512)
+_IQ2_TABLES = 40960
+_GATE_UP_BLOCKS = 2  # at a time on a multiprocessor
 
 HEADER = (
     PTX + "#include <cuda_fp16.h>\n"
@@ -69,7 +70,8 @@ DENSE_SOURCE = (
     }
     float acc[NT][4];
     clear(acc);
-    product<F, NT>(acc, w, 0, tile, N, K, rows, warp, S, K / Weight<F>::UNIT, grid_s, ring_of(rings, warp));
+    rows.real = first + g < M;
+    product<F, NT>(acc, w, {0, tile, N, K, warp, S, K / Weight<F>::UNIT}, rows, grid_s, ring_of(rings, warp));
     if (S > 1) {
       for (int i = 0; i < NT; i++)
         for (int c = 0; c < 4; c++) part[warp * RING / 4 + 128 * i + 32 * c + lane] = acc[i][c];
@@ -99,13 +101,22 @@ _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
 _gate_up_few = {
-    limits["cuda_bounds"][1]: _kernel(
-        name, ["x", *_TWO, "chosen", "weights"], GATE_UP_FEW_SOURCE, "expert_matmul", FEW_HEADER, **limits
+    wide: _kernel(
+        f"expert_swiglu_few{'_wide' * wide}_mma",
+        ["x", *_TWO, "chosen", "weights"],
+        GATE_UP_FEW_SOURCE,
+        "expert_matmul",
+        FEW_HEADER,
+        shared_memory=_GATE_UP_BYTES + _IQ2_TABLES * wide,
+        cuda_bounds=(32 * GATE_UP_SPLIT, _GATE_UP_BLOCKS),
     )
-    for name, limits in (("expert_swiglu_few_mma", _RINGS_ALONE), ("expert_swiglu_few_wide_mma", _WIDE_TABLES))
+    for wide in (False, True)
 }
 DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
-_down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul")
+DOWN_BOUNDS = (32 * DOWN_WARPS, 3)  # all tiles of 5,120 outputs are on an H200 at a time
+_down_few = _kernel(
+    "expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", cuda_bounds=DOWN_BOUNDS
+)
 
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:
@@ -135,9 +146,8 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     F = gate["codes"].shape[1]
     template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1]}
     template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
-    at_a_time = 3 if format == "IQ2_XXS" else 2
-    blocks = min(ceil_div(F, 16) * chosen.size, at_a_time * SMS)
-    return _gate_up_few[at_a_time](
+    blocks = min(ceil_div(F, 16) * chosen.size, _GATE_UP_BLOCKS * SMS)
+    return _gate_up_few[format == "IQ2_XXS"](
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
         grid=(blocks * 32 * GATE_UP_SPLIT, 1, 1),

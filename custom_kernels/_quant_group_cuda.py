@@ -113,9 +113,12 @@ __device__ __forceinline__ bool matrix(
     const Planes w = {(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers};
     Rows<1> rows;
     rows.p[0] = x + (size_t)min(g, M - 1) * K;
+    rows.real = g < M;
     float acc[1][4];
     clear(acc);
-    if (16 * tile < N) product<F, 1>(acc, w, 0, tile, N, K, rows, warp % S, S, K / Weight<F>::UNIT, grid, ring_of(rings, warp));
+    if (16 * tile < N)
+      product<F, 1>(
+          acc, w, {0, tile, N, K, warp % S, S, K / Weight<F>::UNIT}, rows, grid, ring_of(rings, warp));
     float* const part = (float*)rings;
     for (int c = 0; c < 4; c++) part[warp * (RING / 4) + 32 * c + lane] = acc[0][c];
     __syncthreads();
@@ -235,16 +238,16 @@ _SHARED_SOURCE = """
     const int tile = block * TEAMS + warp / S;
     Rows<1> rows;
     rows.p[0] = (const bf16*)x + (size_t)min(g, M - 1) * K;
+    rows.real = g < M;
+    unsigned char* const ring = ring_of(rings, warp);
     float gate[1][4], up[1][4];
     clear(gate);
     clear(up);
     if (FG == FU && 16 * tile < N) {
-      two_products<FG, false>(
-          gate, up, w1, w3, 0, tile, N, K, rows.p[0], warp % S, S, K / Weight<FG>::UNIT, grid_s, ring_of(rings, warp));
+      two_products<FG>(gate, up, w1, w3, {0, tile, N, K, warp % S, S, K / Weight<FG>::UNIT}, rows, grid_s, ring);
     } else if (16 * tile < N) {
-      unsigned char* const ring = ring_of(rings, warp);
-      product<FG, 1>(gate, w1, 0, tile, N, K, rows, warp % S, S, K / Weight<FG>::UNIT, grid_s, ring);
-      product<FU, 1>(up, w3, 0, tile, N, K, rows, warp % S, S, K / Weight<FU>::UNIT, grid_s, ring);
+      product<FG, 1>(gate, w1, {0, tile, N, K, warp % S, S, K / Weight<FG>::UNIT}, rows, grid_s, ring);
+      product<FU, 1>(up, w3, {0, tile, N, K, warp % S, S, K / Weight<FU>::UNIT}, rows, grid_s, ring);
     }
     for (int c = 0; c < 4; c++) {
       part[warp * (RING / 4) + 32 * c + lane] = gate[0][c];

@@ -53,6 +53,7 @@ struct Planes {
 template <int NT>
 struct Rows {
   const bf16* p[NT];
+  bool real = true;  // with one row a column: whether this lane's column has one
   __device__ __forceinline__ uint4 octet(int i, int column) const { return __ldg((const uint4*)(p[i] + column)); }
 };
 
@@ -79,7 +80,7 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&p)[4],
 // acc += scales * (A B) for one block and every column tile.
 template <int NT, class X>
 __device__ __forceinline__ void scaled_block(
-    float (&acc)[NT][4], const u32 (&a)[2][4], const X& x, int column, float s0, float s1) {
+    float (&acc)[NT][4], const u32 (&a)[2][4], X& x, int column, float s0, float s1) {
 #pragma unroll
   for (int i = 0; i < NT; i++) {
     float p[4];
@@ -89,7 +90,7 @@ __device__ __forceinline__ void scaled_block(
 }
 // The four blocks of a step, each decoded to fragments of A and the scales of rows g and g + 8.
 template <class W, int NT, class X>
-__device__ __forceinline__ void scaled_blocks(float (&acc)[NT][4], const W& w, const X& x, int t, const uint4* grid) {
+__device__ __forceinline__ void scaled_blocks(float (&acc)[NT][4], const W& w, X& x, int t, const uint4* grid) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     u32 a[2][4];
@@ -112,7 +113,7 @@ struct InMemory {
 };
 
 // A format: UNIT columns a step; CODES, SCALES and SUPERS bytes of a step in each plane, SCALES in copies of PIECE
-// bytes (0: they are read past the ring), and how far lanes t lie apart in the planes and the columns; SWIZZLE: which
+// bytes (0: as HalfCopies has them), and how far lanes t lie apart in the planes and the columns; SWIZZLE: which
 // bits of a row's number move its codes in the ring (_quant_ring.h); SCALED: whether block sums meet scales, where a
 // step has four blocks to decode(). load() takes the bytes of a step for rows g and g + 8 from memory or from the
 // ring, multiply() adds its products. Widths are whole units.
@@ -146,7 +147,7 @@ struct Weight<Q8_0> {
     }
   }
   template <int NT, class X>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4* grid) {
     scaled_blocks(acc, *this, x, t, grid);
   }
 };
@@ -182,7 +183,7 @@ struct Weight<FP8> {
     scale[0] = scale[1] = exp2f((float)((s >> (8 * i)) & 255) - 127.f);
   }
   template <int NT, class X>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4* grid) {
     scaled_blocks(acc, *this, x, t, grid);
   }
 };
@@ -206,7 +207,7 @@ struct Weight<Q4_K> {
     }
   }
   template <int NT, class X>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4*) {
     u32 scale[2][2], low[2][2];  // 6-bit scales and minima of the 8 sub-blocks, one a byte
     float d[2];
 #pragma unroll
@@ -267,7 +268,7 @@ struct Weight<Q2_K> {
     }
   }
   template <int NT, class X>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4*) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4*) {
     float p[NT][4], minima[NT][4];
     clear(p);
     clear(minima);
@@ -339,7 +340,7 @@ struct Weight<IQ2_XXS> {
     }
   }
   template <int NT, class X>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4* grid) {
     scaled_blocks(acc, *this, x, t, grid);
   }
 };
@@ -378,7 +379,7 @@ struct Weight<MXFP4> {
     }
   }
   template <int NT, class X>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4], const X& x, int t, const uint4* grid) {
+  __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4* grid) {
 #pragma unroll
     for (int o = 0; o < 4; o++) {
       u32 a[2][4];

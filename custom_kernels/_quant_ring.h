@@ -1,9 +1,9 @@
-// How a warp reads weights ahead: steps of its 16 rows are copied into a ring in shared memory, which takes no registers
-// and waits in turn; behind `_quant_mma.h`. (Reads into registers shared so few scoreboards that a warp waited for the
-// newest of them, and left room for so few warps that nothing else covered that: docs/log.md.)
+// How a warp reads weights ahead: steps of 16 rows are copied into a ring in shared memory, which takes no registers,
+// waits in turn, and goes on from one run of steps to the next; behind `_quant_mma.h`. (Reads into registers shared so
+// few scoreboards that a warp waited for the newest of them, and left room for few warps: docs/log.md.)
 //
-// A step lies in a slot of STAGE bytes as 16 rows of codes, then of scales, then of supers. In the codes, the 32 bytes
-// that lanes of four rows read at a time are moved so that they lie in different banks.
+// A step lies in a slot as 16 rows of codes, then of scales, then of supers. In the codes, the 32 bytes that lanes of
+// four rows read at a time are moved so that they lie in different banks.
 
 namespace ds4 {
 
@@ -12,7 +12,8 @@ __device__ __forceinline__ unsigned char* ring_of(uint4* rings, int warp) { retu
 
 template <class W>
 struct Slot {
-  static constexpr int CODES = 16 * W::CODES, SCALES = W::FORMAT == FP8 ? 16 : 16 * W::SCALES;
+  static constexpr int ROW = W::PIECE ? W::SCALES : 4;  // bytes of a row's scales
+  static constexpr int CODES = 16 * W::CODES, SCALES = W::FORMAT == FP8 ? 16 : 16 * ROW;
   static constexpr int BYTES = CODES + SCALES + 16 * W::SUPERS;
   static __device__ __forceinline__ int moved(int row) { return (row & W::SWIZZLE) * (W::CODES / 4); }
 };
@@ -23,7 +24,7 @@ struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
   const unsigned char* from;
   int at[EACH];
-  // plane: of row 0, `stride` bytes a row; rows past `last` repeat it.
+  // plane: of row 0 and the first step, `stride` bytes a row; rows past `last` repeat it.
   __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last) {
     from = plane;
 #pragma unroll
@@ -32,14 +33,14 @@ struct PlaneCopies {
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
     }
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int advance) {
+  __device__ __forceinline__ void copy(unsigned char* to, int step) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int q = (threadIdx.x & 31) + 32 * i, row = q / PIECES;
       if (ALL % 32 == 0 || q < ALL)
         copy_async<PIECE>(to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), from + at[i]);
     }
-    from += advance * BYTES;
+    from += step * BYTES;
   }
 };
 struct InOrder {
@@ -54,54 +55,36 @@ struct Either { typedef A type; };
 template <class A, class B>
 struct Either<false, A, B> { typedef B type; };
 
-// The steps first, first + step, .. of 16 rows of a matrix, from row base + 16 tile on; rows past the last (N) repeat it.
-template <class W>
-struct Steps {
-  static constexpr int F = W::FORMAT;
-  static constexpr int PIECE = W::PIECE ? W::PIECE : 4;
-  PlaneCopies<W::CODES, 16, 16, Slot<W>> codes;
-  typename Either<W::PIECE != 0, PlaneCopies<W::PIECE ? W::SCALES : 4, PIECE, F == FP8 ? 1 : 16, InOrder>, NoCopies>::type
-      scales;
-  typename Either<W::SUPERS != 0, PlaneCopies<4, 4, 16, InOrder>, NoCopies>::type supers;
-  const unsigned char* half;  // IQ2_XXS: scales of rows g and g + 8, two bytes for two steps, too small to copy
-  int apart;
-  u32 soon[2];
-
-  // `p`: the planes at the first row and step.
-  __device__ __forceinline__ void begin(const Planes& p, int last, int K) {
-    const RowBytes stride = row_bytes<F>(K);
-    codes.begin(p.codes, stride.codes, last);
-    scales.begin(p.scales, stride.scales, last);
-    supers.begin(p.supers, stride.supers, last);
-    if (W::PIECE == 0) {
-      const int g = (threadIdx.x & 31) >> 2;
-      half = p.scales + min(g, last) * stride.scales;
-      apart = (min(g + 8, last) - min(g, last)) * stride.scales;
-    }
+// IQ2_XXS has two bytes of scales for two steps, less than a copy: four bytes are copied, of which they are one half, or
+// they alone where the other half would lie behind the row.
+struct HalfCopies {
+  const unsigned char* from;
+  int unit, last;
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last_row, int first) {
+    from = plane + min((int)threadIdx.x & 15, last_row) * stride;
+    unit = first;
+    last = stride / 2 - 1;
   }
-  __device__ __forceinline__ void copy(unsigned char* slot, int step) {
-    codes.copy(slot, step);
-    scales.copy(slot + Slot<W>::CODES, step);
-    supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step);
-  }
-  __device__ __forceinline__ void look(int unit) {
-    if (W::PIECE != 0) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) soon[r] = *(const unsigned short*)(half + r * apart + unit / 2 * 2);
+  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+    const unsigned char* const p = from + unit / 2 * 2;
+    const int second = (size_t)p & 2;
+    if ((threadIdx.x & 31) < 16)
+      copy4_async(to + 4 * (threadIdx.x & 15), p - second, second || unit / 2 < last ? 4 : 2);
+    unit += step;
   }
 };
 
-// The bytes of a step in its slot.
+// The bytes of a step in its slot; `odd`: which half of four bytes is the scale of IQ2_XXS.
 template <class W>
 struct InRing {
   const unsigned char *codes, *scales, *supers;
   int lane;
-  const u32* soon;
-  __device__ __forceinline__ InRing(const unsigned char* slot, const u32* soon) : soon(soon) {
+  __device__ __forceinline__ InRing(const unsigned char* slot, int odd) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     codes = slot;
     lane = g * W::CODES + ((t * W::LANE_CODES) ^ Slot<W>::moved(g));
-    scales = slot + Slot<W>::CODES + (W::FORMAT == FP8 ? 0 : g * W::SCALES + t * W::LANE_SCALES);
+    scales = slot + Slot<W>::CODES + (W::FORMAT == FP8 ? 0 : g * Slot<W>::ROW + t * W::LANE_SCALES);
+    if (W::FORMAT == IQ2_XXS) scales += 2 * odd;
     supers = slot + Slot<W>::CODES + Slot<W>::SCALES + g * W::SUPERS;
   }
   __device__ __forceinline__ uint2 codes8(int r, int i) const {
@@ -110,102 +93,154 @@ struct InRing {
   __device__ __forceinline__ uint4 codes16(int r, int i) const {
     return *(const uint4*)(codes + 8 * r * W::CODES + (lane ^ i));
   }
-  __device__ __forceinline__ uint2 scales8(int r) const { return *(const uint2*)(scales + 8 * r * W::SCALES); }
-  __device__ __forceinline__ u32 scales4(int r, int i) const { return *(const u32*)(scales + 8 * r * W::SCALES + i); }
-  __device__ __forceinline__ u32 scale1(int r) const { return scales[8 * r * W::SCALES]; }
-  __device__ __forceinline__ u32 half(int r, int) const { return soon[r]; }
+  __device__ __forceinline__ uint2 scales8(int r) const { return *(const uint2*)(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ u32 scales4(int r, int i) const { return *(const u32*)(scales + 8 * r * Slot<W>::ROW + i); }
+  __device__ __forceinline__ u32 scale1(int r) const { return scales[8 * r * Slot<W>::ROW]; }
+  __device__ __forceinline__ u32 half(int r, int) const { return *(const unsigned short*)(scales + 8 * r * Slot<W>::ROW); }
   __device__ __forceinline__ u32 super(int r) const { return *(const u32*)(supers + 8 * r * W::SUPERS); }
 };
 
-// Activations of a step, where eight rows are few enough to be read before the warp waits for weights.
+// A run of a warp's steps: units first, first + step, .. below `end` of the 16 rows from base + 16 tile on, of N.
+struct Run {
+  size_t base;
+  int tile, N, K, first, step, end;
+};
+
+// A lane's octets of a step for one row of x a column, the first four of them read before the warp waits for weights.
+// Columns without a row of their own stay zero, whatever is read.
 template <class W>
 struct HeldRow {
   static constexpr int APART = W::LANE_COLUMNS == 8 ? 32 : 8;
-  uint4 v[4];
-  __device__ __forceinline__ HeldRow(const Rows<1>& x) {
+  uint4 first[4], rest;
+  const bf16* p;
+  bool real;
+  __device__ __forceinline__ HeldRow(const bf16* row, bool real) : p(row), real(real) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = x.octet(0, APART * i);
+    for (int i = 0; i < 4; i++) first[i] = make_uint4(0, 0, 0, 0);
+    rest = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART]; }
+  __device__ __forceinline__ void read() {
+#pragma unroll
+    for (int i = 0; i < 4; i++) read16_if(real, first[i], p + APART * i);
+  }
+  __device__ __forceinline__ uint4 octet(int, int column) {
+    if (column < 4 * APART) return first[column / APART];
+    read16_if(real, rest, p + column);
+    return rest;
+  }
 };
 
-// Adds the products of a warp's 16 rows of each of MS matrices of one shape, from row base + 16 tile on, with the
-// columns of x: units first, first + step, .. below `end`. multiply(w, x) adds one step of all MS. AT_ONCE bytes of
-// the ring are used, for up to four steps.
-template <class W, int NT, int MS, int AT_ONCE = RING, class Multiply>
-__device__ __forceinline__ void stream(
-    const Planes (&w)[MS], size_t base, int tile, int N, int K, const Rows<NT>& x, int first, int step, int end,
-    unsigned char* ring, Multiply multiply) {
-  constexpr int SIZE = MS * Slot<W>::BYTES, D = AT_ONCE / SIZE < 4 ? AT_ONCE / SIZE : 4;
+// Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
+// `next`, a function that calls open() and returns true, or false when there is none.
+template <class W, int MS, int BYTES = RING>
+struct Stream {
+  static constexpr int F = W::FORMAT, SIZE = MS * Slot<W>::BYTES, D = BYTES / SIZE < 4 ? BYTES / SIZE : 4;
   static_assert(D > 0 && SIZE % 16 == 0, "");
-  if (first >= end) return;
-  Steps<W> from[MS];
-#pragma unroll
-  for (int m = 0; m < MS; m++) {
-    const Planes p = row_of<W::FORMAT>(w[m], base + 16 * tile, K);
-    from[m].begin(
-        {p.codes + first * W::CODES, p.scales + first * W::SCALES, p.supers + first * W::SUPERS}, N - 1 - 16 * tile, K);
-  }
-  auto copy = [&](int slot) {
-#pragma unroll
-    for (int m = 0; m < MS; m++) from[m].copy(ring + slot * SIZE + m * Slot<W>::BYTES, step);
+  struct Matrix {
+    PlaneCopies<W::CODES, 16, 16, Slot<W>> codes;
+    typename Either<F == IQ2_XXS, HalfCopies, PlaneCopies<W::SCALES, W::PIECE ? W::PIECE : 4, F == FP8 ? 1 : 16, InOrder>>::type scales;
+    typename Either<W::SUPERS != 0, PlaneCopies<4, 4, 16, InOrder>, NoCopies>::type supers;
   };
-#pragma unroll
-  for (int d = 0; d < D; d++) {
-    if (first + d * step < end) copy(d);
-    commit_copies();
-  }
-#pragma unroll
-  for (int m = 0; m < MS; m++) from[m].look(first);
-  Rows<NT> columns;
-#pragma unroll
-  for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + first * W::UNIT + (threadIdx.x & 3) * W::LANE_COLUMNS;
-  W now[MS];
-  auto take = [&](int slot, int unit) {
-    wait_for_copies_but<D - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < MS; m++) now[m].load(InRing<W>(ring + slot * SIZE + m * Slot<W>::BYTES, from[m].soon), unit);
-    if (unit + step < end) {
-#pragma unroll
-      for (int m = 0; m < MS; m++) from[m].look(unit + step);
-    }
-  };
-  // A slot is free once all lanes have its weights in registers: before they multiply where the ring is short, else
-  // after, so that they need not hold them all.
-  auto refill = [&](int slot, int unit) {
-    __syncwarp();
-    if (unit + D * step < end) copy(slot);
-    commit_copies();
-  };
-  constexpr bool EARLY = D < 3;
-  for (int unit = first, slot = 0; unit < end; unit += step, slot = slot + 1 == D ? 0 : slot + 1) {
-    if constexpr (NT == 1 && MS == 1 && W::UNIT == 128) {
-      const HeldRow<W> held(columns);
-      take(slot, unit);
-      if (EARLY) refill(slot, unit);
-      multiply(now, held);
-    } else {
-      take(slot, unit);
-      if (EARLY) refill(slot, unit);
-      multiply(now, columns);
-    }
-    if (!EARLY) refill(slot, unit);
-#pragma unroll
-    for (int i = 0; i < NT; i++) columns.p[i] += step * W::UNIT;
-  }
-}
+  Matrix from[MS];
+  unsigned char* ring;
+  int left, step, in, out;
 
-// The same for one matrix.
+  __device__ __forceinline__ explicit Stream(unsigned char* ring) : ring(ring), left(0), step(0), in(0), out(0) {}
+  __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
+    const RowBytes stride = row_bytes<F>(run.K);
+    const int last = run.N - 1 - 16 * run.tile;
+    left = run.first < run.end ? (run.end - run.first + run.step - 1) / run.step : 0;
+    step = run.step;
+#pragma unroll
+    for (int m = 0; m < MS; m++) {
+      const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
+      from[m].codes.begin(p.codes + run.first * W::CODES, stride.codes, last);
+      if constexpr (F == IQ2_XXS) from[m].scales.begin(p.scales, stride.scales, last, run.first);
+      else from[m].scales.begin(p.scales + run.first * W::SCALES, stride.scales, last);
+      from[m].supers.begin(p.supers + run.first * W::SUPERS, stride.supers, last);
+    }
+  }
+  // Sends the copies of one step on their way, if there is one.
+  template <class Next>
+  __device__ __forceinline__ void send(Next next) {
+    while (left == 0)
+      if (!next()) break;
+    if (left > 0) {
+      left--;
+#pragma unroll
+      for (int m = 0; m < MS; m++) {
+        unsigned char* const slot = ring + in * SIZE + m * Slot<W>::BYTES;
+        from[m].codes.copy(slot, step);
+        from[m].scales.copy(slot + Slot<W>::CODES, step);
+        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step);
+      }
+      in = in + 1 == D ? 0 : in + 1;
+    }
+    commit_copies();
+  }
+  template <class Next>
+  __device__ __forceinline__ void fill(Next next) {
+#pragma unroll 1
+    for (int d = 0; d < D; d++) send(next);
+  }
+  // The steps of the run that is next in the ring: read() what else a step needs, then multiply(its weights, unit).
+  template <class Next, class Read, class Multiply>
+  __device__ __forceinline__ void multiply_run(const Run& run, Next next, Read read, Multiply multiply) {
+    constexpr bool EARLY = D < 3;  // a short ring: the slot is filled anew before its weights, in registers, are used
+    const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
+    W now[MS];
+#pragma unroll 1
+    for (int unit = run.first; unit < run.end; unit += run.step) {
+      read();
+      wait_for_copies_but<D - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < MS; m++)
+        now[m].load(InRing<W>(ring + out * SIZE + m * Slot<W>::BYTES, (phase + unit / 2) & 1), unit);
+      out = out + 1 == D ? 0 : out + 1;
+      if (EARLY) {
+        __syncwarp();
+        send(next);
+      }
+      multiply(now);
+      if (!EARLY) {
+        __syncwarp();
+        send(next);
+      }
+    }
+  }
+};
+
+struct NoneNext {
+  __device__ __forceinline__ bool operator()() const { return false; }
+};
+
+// Adds the products of one run, with the columns of x.
 template <int F, int NT>
 __device__ __forceinline__ void product(
-    float (&acc)[NT][4], const Planes& w, size_t base, int tile, int N, int K, const Rows<NT>& x, int first, int step,
-    int end, const uint4* grid, unsigned char* ring) {
+    float (&acc)[NT][4], const Planes& w, const Run& run, const Rows<NT>& x, const uint4* grid, unsigned char* ring) {
   typedef Weight<F> W;
   const Planes matrix[1] = {w};
-  stream<W, NT, 1>(matrix, base, tile, N, K, x, first, step, end, ring, [&](W(&now)[1], const auto& columns) {
-    now[0].multiply(acc, columns, threadIdx.x & 3, grid);
-  });
+  const int t = threadIdx.x & 3;
+  Stream<W, 1> stream(ring);
+  stream.open(matrix, run);
+  stream.fill(NoneNext());
+  if constexpr (NT == 1) {
+    HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real);
+    stream.multiply_run(run, NoneNext(), [&] { columns.read(); }, [&](W(&now)[1]) {
+      now[0].multiply(acc, columns, t, grid);
+      columns.p += run.step * W::UNIT;
+    });
+  } else {
+    Rows<NT> columns;
+#pragma unroll
+    for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + run.first * W::UNIT + t * W::LANE_COLUMNS;
+    stream.multiply_run(run, NoneNext(), [] {}, [&](W(&now)[1]) {
+      now[0].multiply(acc, columns, t, grid);
+#pragma unroll
+      for (int i = 0; i < NT; i++) columns.p[i] += run.step * W::UNIT;
+    });
+  }
 }
 
 }  // namespace ds4

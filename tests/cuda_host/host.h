@@ -218,6 +218,10 @@ static void* dynamic_shared() {
 template <int BYTES>
 static void copy_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from, BYTES, groups[threadIdx.x]}); }
 static void copy16_async(void* to, const void* from) { copy_async<16>(to, from); }
+static void copy4_async(void* to, const void* from, int bytes) {
+  memset(to, 0, 4);
+  copies[threadIdx.x].push_back({to, from, bytes, groups[threadIdx.x]});
+}
 static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {
   std::vector<Copy> later;
@@ -229,6 +233,9 @@ static void finish_copies(int below) {
 template <int GROUPS>
 static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS); }
 static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
+static void read16_if(bool condition, uint4& v, const void* p) {
+  if (condition) v = *(const uint4*)p;
+}
 static u32 read4(const void* p) { return *(const u32*)p; }
 static uint2 read8(const void* p) { return *(const uint2*)p; }
 static uint4 read16(const void* p) { return *(const uint4*)p; }
