@@ -26,6 +26,13 @@ _DISTINCT = """
       if (__ffsll(mask) - 1 == q) firsts |= 1ull << q;
     }
     const int distinct = __popcll(firsts);
+    __shared__ int experts[64];
+    for (int k = threadIdx.x; k < distinct; k += 32 * S) {
+      unsigned long long rest = firsts;
+      for (int i = 0; i < k; i++) rest &= rest - 1;
+      experts[k] = chosen[__ffsll(rest) - 1];
+    }
+    __syncthreads();
 """
 
 GATE_UP_FEW_SOURCE = (
@@ -47,7 +54,7 @@ GATE_UP_FEW_SOURCE = (
         {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
     const int K = width_of(x_shape, x_ndim), N = codes1_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
     auto run_of = [&](int item) {
-      return Run{(size_t)expert_of(pair_of(firsts, item / tiles)) * N, item % tiles, N, K, warp, S, K / W::UNIT};
+      return Run{(size_t)experts[item / tiles] * N, item % tiles, N, K, warp, S, K / W::UNIT};
     };
     int sent = blockIdx.x;
     auto next = [&] {
@@ -61,7 +68,7 @@ GATE_UP_FEW_SOURCE = (
     __syncthreads();
     for (int item = blockIdx.x, set = 0; item < items; item += gridDim.x, set ^= 1) {
       const Run run = run_of(item);
-      const unsigned long long riders = chosen_by(expert_of(pair_of(firsts, item / tiles)));
+      const unsigned long long riders = chosen_by(experts[item / tiles]);
       const int count = __popcll(riders);
       HeldRow<W> columns(
           (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K + warp * W::UNIT +
@@ -120,7 +127,7 @@ DOWN_FEW_SOURCE = (
     const int units = K / W::UNIT, half = (units + 1) / 2;
     auto run_of = [&](int task) {
       const int side = task & 1;
-      return Run{(size_t)expert_of(pair_of(firsts, task / 2)) * N, tile, N, K, side ? half : 0, 1, side ? units : half};
+      return Run{(size_t)experts[task / 2] * N, tile, N, K, side ? half : 0, 1, side ? units : half};
     };
     Stream<W, 1> stream(ring_of(rings, warp));
     int sent = warp, task = warp;
@@ -133,7 +140,7 @@ DOWN_FEW_SOURCE = (
     stream.fill(next);
     for (; task < 2 * distinct; task += S) {
       const Run run = run_of(task);
-      const unsigned long long riders = chosen_by(expert_of(pair_of(firsts, task / 2)));
+      const unsigned long long riders = chosen_by(experts[task / 2]);
       const int count = __popcll(riders);
       HeldRow<W> columns(
           (const bf16*)x + (size_t)pair_of(riders, min(g, count - 1)) * K + run.first * W::UNIT + t * W::LANE_COLUMNS,

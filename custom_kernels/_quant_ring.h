@@ -22,23 +22,26 @@ struct Slot {
 template <int BYTES, int PIECE, int ROWS, class Place>
 struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
-  const unsigned char* from;
-  int at[EACH];
+  const unsigned char* from;  // of this lane's first piece
+  int after[EACH];            // how far the others lie behind it
   // plane: of row 0 and the first step, `stride` bytes a row; rows past `last` repeat it.
   __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last) {
-    from = plane;
+    int at[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int q = (threadIdx.x & 31) + 32 * i;
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
+      after[i] = at[i] - at[0];
     }
+    from = plane + at[0];
   }
   __device__ __forceinline__ void copy(unsigned char* to, int step) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int q = (threadIdx.x & 31) + 32 * i, row = q / PIECES;
       if (ALL % 32 == 0 || q < ALL)
-        copy_async<PIECE>(to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), from + at[i]);
+        copy_async<PIECE>(
+            to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), i == 0 ? from : from + after[i]);
     }
     from += step * BYTES;
   }
@@ -106,28 +109,23 @@ struct Run {
   int tile, N, K, first, step, end;
 };
 
-// A lane's octets of a step for one row of x a column, the first four of them read before the warp waits for weights.
-// Columns without a row of their own stay zero, whatever is read.
+// A lane's octets of a step for one row of x a column, read before the warp waits for weights. Columns without a row of
+// their own stay zero.
 template <class W>
 struct HeldRow {
-  static constexpr int APART = W::LANE_COLUMNS == 8 ? 32 : 8;
-  uint4 first[4], rest;
+  static constexpr int APART = W::LANE_COLUMNS == 8 ? 32 : 8, OCTETS = W::UNIT / 32;
+  uint4 v[OCTETS];
   const bf16* p;
   bool real;
   __device__ __forceinline__ HeldRow(const bf16* row, bool real) : p(row), real(real) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) first[i] = make_uint4(0, 0, 0, 0);
-    rest = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < OCTETS; i++) v[i] = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void read() {
 #pragma unroll
-    for (int i = 0; i < 4; i++) read16_if(real, first[i], p + APART * i);
+    for (int i = 0; i < OCTETS; i++) read16_if(real, v[i], p + APART * i);
   }
-  __device__ __forceinline__ uint4 octet(int, int column) {
-    if (column < 4 * APART) return first[column / APART];
-    read16_if(real, rest, p + column);
-    return rest;
-  }
+  __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART]; }
 };
 
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
