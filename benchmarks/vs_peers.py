@@ -8,8 +8,8 @@ Both have the same layers of the release, cut to 8, without Engram (mlx-lm has n
 recipe of ds4 files, mlx-lm's as it loads the release (projections mxfp8, experts mxfp4, the rest bfloat16 and float32).
 One JSON line a figure as soon as it is there, mlx-lm's first, which has few kernels to compile; the ratio follows our
 line. Decode is timed as each library does it, one step ahead; passes of several rows wait for their tokens. Contexts up
-to 8,192 are prefilled; of longer ones all but two chunks are random state. `--only` measures one side; `--read` prints the ratios of lines
-that were written before, also by two runs.
+to 8,192 are prefilled; of longer ones all but two chunks are random state. `--only` measures
+one side; `--read` prints the ratios of lines that were written before, also by two runs.
 
 Memory: 62 GB for mlx-lm, then 34 GB for ours (q2). TF32 is as the environment says; by default MLX has it on.
 
@@ -258,6 +258,8 @@ def figures(
         try:
             if context > LONGEST_PREFILL:
                 done = context - 2 * chunk
+                side.fill(done)
+                side.prefill(tokens[: 2 * chunk], chunk)  # compiles what only long contexts need
                 side.fill(done)
             count, seconds = side.prefill(tokens[: context - done], chunk)[-1]
             rate = count / seconds

@@ -46,7 +46,8 @@ GATE_UP_FEW_SOURCE = (
     typedef Few<F, true> W;
     constexpr int TABLES = W::TABLES > 1 ? W::TABLES : 0;
     uint4* const tables = (uint4*)dynamic_shared();
-    float* part = (float*)(tables + TABLES + S * RING / 16);  // two sets, used in turn, so that an item needs one barrier
+    // Two sets of sums, used in turn, so that an item needs one barrier.
+    float* const part = (float*)(tables + TABLES + S * RING / 16);
     Stream<W, 2> stream(ring_of(tables + TABLES, warp));
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {

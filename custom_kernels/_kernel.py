@@ -122,9 +122,9 @@ class Kernel:
     """A kernel as data. `source` is the body and `header` its helpers, in the portable subset of Metal that
     docs/kernels.md describes; `cuda_source` and `cuda_header` replace the translation where it cannot be fast
     (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
-    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays; `cuda_bounds`:
-    its threads a block and how many blocks a multiprocessor shall hold, which bounds its registers. `exact` says that
-    results equal the reference bit for bit.
+    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays;
+    `cuda_bounds`: its threads a block and how many blocks a multiprocessor shall hold, which bounds its registers.
+    `exact` says that results equal the reference bit for bit.
 
     Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
     """

@@ -114,9 +114,7 @@ _gate_up_few = {
 }
 DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
 DOWN_BOUNDS = (32 * DOWN_WARPS, 3)  # all tiles of 5,120 outputs are on an H200 at a time
-_down_few = _kernel(
-    "expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", cuda_bounds=DOWN_BOUNDS
-)
+_down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", cuda_bounds=DOWN_BOUNDS)
 
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:

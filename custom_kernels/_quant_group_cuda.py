@@ -149,7 +149,9 @@ _GROUP_SOURCE = """
     const bf16* const rows = (const bf16*)x;
 """
 _GROUP_MATRIX = """
-    if (matrix<F#, S#, W, MOST>(block, rows, M, K, codes#, scales#, supers#, codes#_shape[0], y#, rings, grid_s)) return;
+    if (matrix<F#, S#, W, MOST>(
+            block, rows, M, K, codes#, scales#, supers#, codes#_shape[0], y#, rings, grid_s))
+      return;
 """
 
 

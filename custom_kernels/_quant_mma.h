@@ -407,7 +407,8 @@ __device__ __forceinline__ RowBytes row_bytes(int K) {
 template <int F>
 __device__ __forceinline__ Planes row_of(const Planes& w, size_t row, int K) {
   const RowBytes bytes = row_bytes<F>(K);
-  return {w.codes + row * bytes.codes, w.scales + (F == FP8 ? row / 32 : row) * bytes.scales, w.supers + row * bytes.supers};
+  const size_t of_scales = F == FP8 ? row / 32 : row;
+  return {w.codes + row * bytes.codes, w.scales + of_scales * bytes.scales, w.supers + row * bytes.supers};
 }
 
 // The IQ2 grid (bytes, IQ2_WORDS) as bfloat16 in shared memory, by all threads; needs a barrier before use.

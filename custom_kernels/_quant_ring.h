@@ -8,7 +8,9 @@
 namespace ds4 {
 
 constexpr int RING = 4608;  // bytes of a warp
-__device__ __forceinline__ unsigned char* ring_of(uint4* rings, int warp) { return (unsigned char*)rings + warp * RING; }
+__device__ __forceinline__ unsigned char* ring_of(uint4* rings, int warp) {
+  return (unsigned char*)rings + warp * RING;
+}
 
 template <class W>
 struct Slot {
@@ -58,8 +60,8 @@ struct Either { typedef A type; };
 template <class A, class B>
 struct Either<false, A, B> { typedef B type; };
 
-// IQ2_XXS has two bytes of scales for two steps, less than a copy: four bytes are copied, of which they are one half, or
-// they alone where the other half would lie behind the row.
+// IQ2_XXS has two bytes of scales for two steps, less than a copy: four bytes are copied, of which they are one half,
+// or they alone where the other half would lie behind the row.
 struct HalfCopies {
   const unsigned char* from;
   int unit, last;
@@ -97,9 +99,13 @@ struct InRing {
     return *(const uint4*)(codes + 8 * r * W::CODES + (lane ^ i));
   }
   __device__ __forceinline__ uint2 scales8(int r) const { return *(const uint2*)(scales + 8 * r * Slot<W>::ROW); }
-  __device__ __forceinline__ u32 scales4(int r, int i) const { return *(const u32*)(scales + 8 * r * Slot<W>::ROW + i); }
+  __device__ __forceinline__ u32 scales4(int r, int i) const {
+    return *(const u32*)(scales + 8 * r * Slot<W>::ROW + i);
+  }
   __device__ __forceinline__ u32 scale1(int r) const { return scales[8 * r * Slot<W>::ROW]; }
-  __device__ __forceinline__ u32 half(int r, int) const { return *(const unsigned short*)(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ u32 half(int r, int) const {
+    return *(const unsigned short*)(scales + 8 * r * Slot<W>::ROW);
+  }
   __device__ __forceinline__ u32 super(int r) const { return *(const u32*)(supers + 8 * r * W::SUPERS); }
 };
 
@@ -136,7 +142,8 @@ struct Stream {
   static_assert(D > 0 && SIZE % 16 == 0, "");
   struct Matrix {
     PlaneCopies<W::CODES, 16, 16, Slot<W>> codes;
-    typename Either<F == IQ2_XXS, HalfCopies, PlaneCopies<W::SCALES, W::PIECE ? W::PIECE : 4, F == FP8 ? 1 : 16, InOrder>>::type scales;
+    typedef PlaneCopies<W::SCALES, W::PIECE ? W::PIECE : 4, F == FP8 ? 1 : 16, InOrder> Scales;
+    typename Either<F == IQ2_XXS, HalfCopies, Scales>::type scales;
     typename Either<W::SUPERS != 0, PlaneCopies<4, 4, 16, InOrder>, NoCopies>::type supers;
   };
   Matrix from[MS];
