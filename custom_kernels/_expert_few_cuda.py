@@ -71,16 +71,13 @@ GATE_UP_FEW_SOURCE = (
       const Run run = run_of(item);
       const unsigned long long riders = chosen_by(experts[item / tiles]);
       const int count = __popcll(riders);
-      HeldRow<W> columns(
-          (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K + warp * W::UNIT +
-              t * W::LANE_COLUMNS,
-          g < count);
+      const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K;
+      HeldRow<W> columns(row + (warp - S) * W::UNIT + t * W::LANE_COLUMNS, g < count);
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
-      stream.multiply_run(run, next, [&] { columns.read(); }, [&](W(&now)[2]) {
+      stream.multiply_run(run, next, [&] { columns.read(S * W::UNIT); }, [&](W(&now)[2], bool) {
         W::multiply_both(now, gate, up, columns, t, tables);
-        columns.p += S * W::UNIT;
       });
       float* const sums = part + set * (2 * S * 128);
       for (int c = 0; c < 4; c++) {
@@ -139,22 +136,36 @@ DOWN_FEW_SOURCE = (
       return true;
     };
     stream.fill(next);
+    unsigned long long riders = 0;  // of a task, and the row that this lane's column reads, if it does
+    bool real;
+    auto row_of_task = [&](int task) {
+      riders = task < 2 * distinct ? chosen_by(experts[task / 2]) : 1;
+      real = task < 2 * distinct && g < __popcll(riders) && (task & 1 ? half < units : true);
+      const int pair = pair_of(riders, min(g, __popcll(riders) - 1));
+      return (const bf16*)x + (size_t)pair * K + (task & 1 ? half : 0) * W::UNIT + t * W::LANE_COLUMNS;
+    };
+    const bf16* later = row_of_task(task);
+    HeldRow<W> columns(later, real);
+    columns.read(0);
     for (; task < 2 * distinct; task += S) {
       const Run run = run_of(task);
-      const unsigned long long riders = chosen_by(experts[task / 2]);
-      const int count = __popcll(riders);
-      HeldRow<W> columns(
-          (const bf16*)x + (size_t)pair_of(riders, min(g, count - 1)) * K + run.first * W::UNIT + t * W::LANE_COLUMNS,
-          g < count);
+      const unsigned long long here = riders;
+      const int count = __popcll(here);
+      later = row_of_task(task + S);
       float acc[1][4];
       clear(acc);
-      stream.multiply_run(run, next, [&] { columns.read(); }, [&](W(&now)[1]) {
+      stream.multiply_run(run, next, [] {}, [&](W(&now)[1], bool last) {
+        columns.following = last ? later : columns.following + W::UNIT;
+        if (last) columns.real = real;
         now[0].multiply(acc, columns, t, grid_s);
-        columns.p += W::UNIT;
       });
+      if (run.first >= run.end) {  // the second half of a single unit
+        columns = HeldRow<W>(later, real);
+        columns.read(0);
+      }
       for (int c = 0; c < 4; c++) {
         const int n = 2 * t + (c & 1);
-        if (n < count) part[task & 1][pair_of(riders, n)][g + 8 * (c >> 1)] = acc[0][c];
+        if (n < count) part[task & 1][pair_of(here, n)][g + 8 * (c >> 1)] = acc[0][c];
       }
     }
     if (SHARED == 2) {

@@ -53,6 +53,14 @@ struct WideIq2 : Weight<IQ2_XXS> {
   }
 };
 
+// Columns that stay until all matrices are done.
+template <class X>
+struct Kept {
+  const X& x;
+  __device__ __forceinline__ uint4 octet(int i, int column) const { return x.octet(i, column); }
+  __device__ __forceinline__ void done(int) const {}
+};
+
 // How few rows multiply a step of gate and of up. WIDE where the block has room for wide tables.
 template <int F, bool WIDE>
 struct Few : Weight<F> {
@@ -61,8 +69,9 @@ struct Few : Weight<F> {
   template <class X>
   static __device__ __forceinline__ void multiply_both(
       Few (&w)[2], float (&one)[1][4], float (&two)[1][4], X& x, int t, const uint4* tables) {
-    w[0].multiply(one, x, t, tables);
-    w[1].multiply(two, x, t, tables);
+    const Kept<X> kept = {x};
+    w[0].multiply(one, kept, t, tables);
+    w[1].multiply(two, kept, t, tables);
   }
 };
 template <>
@@ -96,10 +105,10 @@ __device__ __forceinline__ void two_products(
   Stream<W, 2> stream(ring);
   stream.open(both, run);
   stream.fill(NoneNext());
-  HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real);
-  stream.multiply_run(run, NoneNext(), [&] { columns.read(); }, [&](W(&now)[2]) {
+  HeldRow<W> columns(x.p[0] + (run.first - run.step) * W::UNIT + t * W::LANE_COLUMNS, x.real);
+  auto read = [&] { columns.read(run.step * W::UNIT); };
+  stream.multiply_run(run, NoneNext(), read, [&](W(&now)[2], bool) {
     W::multiply_both(now, one, two, columns, t, tables);
-    columns.p += run.step * W::UNIT;
   });
 }
 

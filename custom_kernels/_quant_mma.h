@@ -48,13 +48,15 @@ struct Planes {
   const unsigned char* supers;
 };
 
-// Activation rows of this lane's columns, in global memory; multiply() takes any type with such an octet(). Columns past
+// Activation rows of this lane's columns, in global memory; multiply() takes any type with such an octet(), and says when
+// it is done() with one. Columns past
 // the last row repeat a row; their results are not stored.
 template <int NT>
 struct Rows {
   const bf16* p[NT];
   bool real = true;  // with one row a column: whether this lane's column has one
   __device__ __forceinline__ uint4 octet(int i, int column) const { return __ldg((const uint4*)(p[i] + column)); }
+  __device__ __forceinline__ void done(int) const {}
 };
 
 // p = A B for one block of 32 columns: two steps, the first on a zero sum.
@@ -87,6 +89,7 @@ __device__ __forceinline__ void scaled_block(
     block32(p, a, x.octet(i, column));
     add_scaled(acc[i], p, s0, s1);
   }
+  x.done(column);
 }
 // The four blocks of a step, each decoded to fragments of A and the scales of rows g and g + 8.
 template <class W, int NT, class X>
@@ -243,6 +246,7 @@ struct Weight<Q4_K> {
         mma(minima[i], m[0], m[1], m[0], m[1], v.x, v.y);
         mma(minima[i], m[0], m[1], m[0], m[1], v.z, v.w);
       }
+      x.done(32 * j);
     }
 #pragma unroll
     for (int i = 0; i < NT; i++) add_scaled(acc[i], minima[i], -half_bits(super[0] >> 16), -half_bits(super[1] >> 16));
@@ -297,6 +301,7 @@ struct Weight<Q2_K> {
         mma(minima[i], m[0], m[1], m[0], m[1], v.x, v.y);
         mma(minima[i], m[0], m[1], m[0], m[1], v.z, v.w);
       }
+      x.done(32 * j);
     }
 #pragma unroll
     for (int i = 0; i < NT; i++) {
@@ -387,6 +392,7 @@ struct Weight<MXFP4> {
       decode(a, none, o, t, grid);
 #pragma unroll
       for (int i = 0; i < NT; i++) add_block(acc[i], a, x.octet(i, 8 * o));
+      x.done(8 * o);
     }
   }
 };

@@ -115,23 +115,26 @@ struct Run {
   int tile, N, K, first, step, end;
 };
 
-// A lane's octets of a step for one row of x a column, read before the warp waits for weights. Columns without a row of
-// their own stay zero.
+// A lane's octets of a step for one row of x a column, in registers. They are read before the wait for weights; or, as
+// soon as one is used, that of the following step is read in its place (done), so that a whole step covers the wait,
+// where registers last for that. A column without a row of its own holds any values.
 template <class W>
 struct HeldRow {
   static constexpr int APART = W::LANE_COLUMNS == 8 ? 32 : 8, OCTETS = W::UNIT / 32;
   uint4 v[OCTETS];
-  const bf16* p;
+  const bf16* following;
   bool real;
-  __device__ __forceinline__ HeldRow(const bf16* row, bool real) : p(row), real(real) {
+  __device__ __forceinline__ HeldRow(const bf16* row, bool real) : following(row), real(real) {
 #pragma unroll
     for (int i = 0; i < OCTETS; i++) v[i] = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void read() {
+  __device__ __forceinline__ void read(int columns) {
+    following += columns;
 #pragma unroll
-    for (int i = 0; i < OCTETS; i++) read16_if(real, v[i], p + APART * i);
+    for (int i = 0; i < OCTETS; i++) read16_if(real, v[i], following + APART * i);
   }
   __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART]; }
+  __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
@@ -188,7 +191,7 @@ struct Stream {
 #pragma unroll 1
     for (int d = 0; d < D; d++) send(next);
   }
-  // The steps of the run that is next in the ring: read() what else a step needs, then multiply(its weights, unit).
+  // The steps of the run that is next in the ring: read() before the wait, multiply(weights, whether it is the last).
   template <class Next, class Read, class Multiply>
   __device__ __forceinline__ void multiply_run(const Run& run, Next next, Read read, Multiply multiply) {
     constexpr bool EARLY = D < 3;  // a short ring: the slot is filled anew before its weights, in registers, are used
@@ -207,7 +210,7 @@ struct Stream {
         __syncwarp();
         send(next);
       }
-      multiply(now);
+      multiply(now, unit + run.step >= run.end);
       if (!EARLY) {
         __syncwarp();
         send(next);
@@ -231,16 +234,18 @@ __device__ __forceinline__ void product(
   stream.open(matrix, run);
   stream.fill(NoneNext());
   if constexpr (NT == 1) {
-    HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real);
-    stream.multiply_run(run, NoneNext(), [&] { columns.read(); }, [&](W(&now)[1]) {
+    HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real && run.first < run.end);
+    columns.read(0);
+    stream.multiply_run(run, NoneNext(), [] {}, [&](W(&now)[1], bool last) {
+      columns.real &= !last;
+      columns.following += run.step * W::UNIT;
       now[0].multiply(acc, columns, t, grid);
-      columns.p += run.step * W::UNIT;
     });
   } else {
     Rows<NT> columns;
 #pragma unroll
     for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + run.first * W::UNIT + t * W::LANE_COLUMNS;
-    stream.multiply_run(run, NoneNext(), [] {}, [&](W(&now)[1]) {
+    stream.multiply_run(run, NoneNext(), [] {}, [&](W(&now)[1], bool) {
       now[0].multiply(acc, columns, t, grid);
 #pragma unroll
       for (int i = 0; i < NT; i++) columns.p[i] += run.step * W::UNIT;

@@ -20,6 +20,7 @@ struct SharedRows {
   __device__ __forceinline__ uint4 octet(int i, int column) const {
     return p[8 * i * OCTETS + tile_place(g, first + column / 8)];
   }
+  __device__ __forceinline__ void done(int) const {}
 };
 
 // acc += scales * (A B) for block i of a unit, MS tiles of 16 weight rows and NT of 8 columns, each read once.
