@@ -203,6 +203,8 @@ def test_cuda_text():
     assert "simd_sum" in header and body.startswith("__shared__ float a[2];")
     own = add_one(name="test_own", cuda_source="y[0] = x[0];", cuda_header="// mine")
     assert own.cuda_text() == ("// mine", "y[0] = x[0];")
+    bounded = add_one(name="test_bounded", cuda_source="y[0] = x[0];", cuda_header="// mine", cuda_bounds=(64, 3))
+    assert "__launch_bounds__(64, 3)" in bounded.cuda_text()[0] and bounded.cuda_text()[1] == own.cuda_text()[1]
     for half in ({"cuda_header": "// mine"}, {"source": None}):
         with pytest.raises(KernelError, match="has no cuda_source to go with the rest"):
             add_one(name="test_half", **half)
