@@ -56,6 +56,7 @@ _sparse_attention_kernel = Kernel(
     _sparse_attention_metal.SOURCE,
     cuda_source=_sparse_attention_cuda.SOURCE,
     cuda_header=_sparse_attention_cuda.HEADER,
+    cuda_bounds=(256, 2),
     exact=False,
     family="sparse_attention",
 )
