@@ -93,6 +93,7 @@ MUTATIONS = [
     ("index_score", "pair < 2u && column < width", "pair < 2u", "race"),
     ("index_score", "head < heads ?", "true ?", "out-of-bounds"),
     ("topk", "GROUP > 1 || simd_any(all_keys != 0u)", "all_keys != 0u", "divergence"),
+    ("topk", "metal::min(from + g, n - 1u)", "from + g", "out-of-bounds"),
     ("topk", "all_keys |= key;", "all_keys = key;", "wrong result"),
     ("topk", "(digit == 1u ? 11u : 10u)", "10u", "out-of-bounds"),
     ("sparse_attention", "id >= int(start)", "id > int(start)", "wrong result"),  # an entry from the old rows' free end
