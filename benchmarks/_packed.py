@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_ds4.custom_kernels import _index_score_cuda, _tiles_cuda, index_score
-from mlx_ds4.custom_kernels._kernel import Kernel, blank, floats
+from mlx_ds4.custom_kernels._kernel import Kernel, blank, float_bits
 from mlx_ds4.custom_kernels._rows import gather
 from mlx_ds4.custom_kernels._switches import backend
 from mlx_ds4.custom_kernels.fake_quant import KINDS
@@ -214,7 +214,7 @@ __device__ __forceinline__ uint4 octet_of(u32 word, u32 scale, bool present) {
 """
 _scores_kernel = Kernel(
     "packed_rows_scores",
-    ["q", "weights", "keys", "scales", "recent", "base", "visible", "blocks", "factor"],
+    ["q", "weights", "keys", "scales", "recent", "base", "visible", "blocks"],
     ["scores"],
     None,
     cuda_source=_index_score_cuda.SOURCE.replace(_LOAD, _PACKED_LOAD),
@@ -233,8 +233,11 @@ def packed_scores(q: mx.array, weights: mx.array, keys: Packed, visible: mx.arra
     S, rows = keys.shape[1], index_score._ROWS
     codes = keys.codes
     return _scores_kernel(
-        inputs=[q, weights, codes, keys.scales, codes, visible, visible, blank(1, 1, 8), floats(factor)],
-        template=[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", False), ("BLOCK", 0)],
+        inputs=[q, weights, codes, keys.scales, codes, visible, visible, blank(1, 1, 8)],
+        template=[
+            *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", False), ("BLOCK", 0)],
+            ("FACTOR_BITS", float_bits(factor)),
+        ],
         grid=(B * -(-L // rows) * -(-S // index_score._COLUMNS) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(B, L, S)],

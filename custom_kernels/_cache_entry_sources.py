@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-# Of thread t with the value v of row `row` (over B, L and H): what is left to do after the sum of squares.
+# An entry, value t on thread t of row `row` (over B, L and H). Everything that its end needs is read before the barrier
+# of the sum, and by all threads: behind it each read would wait for the one before. Beyond the last value, or where
+# nothing turns, a thread reads what its neighbours read.
+_READ = """
+        uint channel = metal::min(t, uint(D - 1));
+        uint turned = metal::max(channel + 2u * uint(P), uint(D)) - uint(D);
+        uint angle = ENTRY_ROW * uint(P) + turned / 2u;
+        v = float(x[ulong(row) * ulong(D) + ulong(channel)]);
+        gain = NORMED ? float(weight[channel]) : 1.0f;
+        c = cosine[angle];
+        s = sine[angle];
+"""
 _NORM = """
         float sum = 0.0f;
         for (uint i = 0; i < uint(D / 32); i++) sum += part[i];
-        v = float(bfloat16_t(float(weight[t]) * (v * metal::precise::rsqrt(sum / float(D) + eps[0]))));
+        v = float(bfloat16_t(gain * (v * metal::precise::rsqrt(sum / float(D) + as_type<float>(EPS_BITS)))));
 """
-_TURN = """
-        float c = cosine[entry];
-        float s = sine[entry];
-        v = float(bfloat16_t((t & 1u) == 0u ? v * c - other * s : other * s + v * c));
+_TURN_AND_ROUND = """
+        float other = simd_shuffle_xor(v, ushort(1));
+        if (t + 2u * uint(P) >= uint(D))
+            v = float(bfloat16_t((t & 1u) == 0u ? v * c - other * s : other * s + v * c));
+        uint bits = fq_round<KIND, BLOCK>(as_type<uint>(v) >> 16);
 """
 
 ENTRY_SOURCE = (
@@ -20,52 +32,57 @@ ENTRY_SOURCE = (
     threadgroup float part[32];
     uint t = thread_index_in_threadgroup;
     uint row = threadgroup_position_in_grid.x;
-    ulong at = ulong(row) * ulong(D) + ulong(t);
-    float v = float(x[at]);
+    float v, gain, c, s;
+"""
+    + _READ.replace("ENTRY_ROW", "(row / uint(H) % uint(x_shape[1]))")
+    + """
     if (NORMED) {
         float square = simd_sum(v * v);
         if (t % 32u == 0) part[t / 32u] = square;
         threadgroup_barrier(mem_flags::mem_threadgroup);"""
     + _NORM
     + """
-    }
-    float other = simd_shuffle_xor(v, ushort(1));
-    if (t + 2u * uint(P) >= uint(D)) {
-        uint entry = row / uint(H) % uint(x_shape[1]) * uint(P) + (t + 2u * uint(P) - uint(D)) / 2u;"""
-    + _TURN
+    }"""
+    + _TURN_AND_ROUND
     + """
-    }
-    uint bits = fq_round<KIND, BLOCK>(as_type<uint>(v) >> 16);
-    y[at] = as_type<bfloat16_t>(ushort(bits));
+    y[ulong(row) * ulong(D) + ulong(t)] = as_type<bfloat16_t>(ushort(bits));
 """
 )
+
+_READ_QUERY = """
+    else if (group < 2u * rows) {
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++) {
+            uint channel = metal::min(t + 32u * uint(SG) * i, uint(C - 1));
+            values[i] = float(low_rank[ulong(row) * ulong(C) + ulong(channel)]);
+            gains[i] = float(q_weight[channel]);
+        }
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++)
+            if (t + 32u * uint(SG) * i < uint(C)) square += values[i] * values[i];
+    }"""
+_NORM_QUERY = """
+    else if (group < 2u * rows) {
+        float sum = simd_sum(t % 32u < uint(SG) ? part[t % 32u] : 0.0f);
+        float scale = metal::precise::rsqrt(sum / float(C) + as_type<float>(EPS_BITS));
+        #pragma unroll
+        for (uint i = 0; i < uint(VALUES); i++) {
+            uint channel = t + 32u * uint(SG) * i;
+            if (t < 32u * uint(SG) && channel < uint(C))
+                qr[ulong(row) * ulong(C) + ulong(channel)] = T(gains[i] * (values[i] * scale));
+        }
+    }"""
 
 
 def ring_source(*, with_query: bool) -> str:
     """The text that writes entries into a ring; `with_query` adds the norm of the query's rows."""
-    squares = """
-    else if (group < 2u * rows && t < 32u * uint(SG)) {
-        for (uint i = t; i < uint(C); i += 32u * uint(SG)) {
-            float value = float(low_rank[ulong(row) * ulong(C) + ulong(i)]);
-            square += value * value;
-        }
-    }"""
-    query = """
-    else if (group < 2u * rows) {
-        float sum = simd_sum(t % 32u < uint(SG) ? part[t % 32u] : 0.0f);
-        float scale = metal::precise::rsqrt(sum / float(C) + eps[0]);
-        if (t < 32u * uint(SG))
-            for (uint i = t; i < uint(C); i += 32u * uint(SG)) {
-                ulong of_query = ulong(row) * ulong(C) + ulong(i);
-                qr[of_query] = T(float(q_weight[i]) * (float(low_rank[of_query]) * scale));
-            }
-    }"""
     return (
         (
             """
     // Threadgroups of THREADS threads, in this order: one for each of the B L entries, its value t on thread t < D;
     QUERY_OWNERS
-    // as many as it takes to copy the ring's other rows, a word of 16 bytes a thread.
+    // as many as it takes to copy the ring's other rows, a word of 16 bytes a thread. All reads come before the
+    // barrier, and none waits for `at`, which the host wrote.
     threadgroup float part[32];
     uint t = thread_index_in_threadgroup;
     uint group = threadgroup_position_in_grid.x;
@@ -73,48 +90,64 @@ def ring_source(*, with_query: bool) -> str:
     uint rows = uint(x_shape[0]) * length;
     uint row = group % rows;
     uint size = uint(into_shape[1]);
-    uint first = uint((at[0] % int(size) + int(size)) % int(size));
-
-    float v = 0.0f;
+    uint words = uint(into_shape[0]) * size * uint(D / 8);
+    uint word = (group - GROUPS_BEFORE) * uint(THREADS) + t;
+    int start = 0;
+    float v, gain, c, s;
+    uint4 old;
     float square = 0.0f;
-    if (group < rows) {
-        if (t < uint(D)) v = float(x[ulong(row) * ulong(D) + ulong(t)]);
-        square = v * v;
-    }"""
-            + (squares if with_query else "")
+    QUERY_VALUES
+    if (group < rows) {  // here and below the same for the whole threadgroup
+        start = at[0];"""
+            + _READ.replace("ENTRY_ROW", "(row % length)")
             + """
+        square = t < uint(D) ? v * v : 0.0f;
+    }"""
+            + (_READ_QUERY if with_query else "")
+            + """
+    else {
+        start = at[0];
+        old = ((const device uint4*)into)[metal::min(word, words - 1u)];
+    }
     square = simd_sum(square);
     if (t % 32u == 0) part[t / 32u] = square;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    if (group < rows) {  // the same for the whole threadgroup
-        if (NORMED && t < uint(D)) {"""
+    if (group < rows) {
+        if (NORMED) {"""
             + _NORM
             + """
-        }
-        float other = simd_shuffle_xor(v, ushort(1));
-        if (t + 2u * uint(P) >= uint(D) && t < uint(D)) {
-            uint entry = row % length * uint(P) + (t + 2u * uint(P) - uint(D)) / 2u;"""
-            + _TURN
+        }"""
+            + _TURN_AND_ROUND
             + """
-        }
-        uint bits = fq_round<KIND, BLOCK>(as_type<uint>(v) >> 16);
-        ulong slot = ulong(row / length * size + (first + row % length) % size);
-        if (t < uint(D)) ring[slot * ulong(D) + ulong(t)] = as_type<bfloat16_t>(ushort(bits));
+        FIRST_ROW
+        uint slot = first + row % length;
+        if (slot >= size) slot -= size;
+        ulong at_entry = ulong(row / length * size + slot) * ulong(D) + ulong(t);
+        if (t < uint(D)) ring[at_entry] = as_type<bfloat16_t>(ushort(bits));
     }"""
-            + (query if with_query else "")
+            + (_NORM_QUERY if with_query else "")
             + """
     else {
-        uint word = (group - GROUPS_BEFORE) * uint(THREADS) + t;
-        uint slot = word / uint(D / 8);
-        if (slot < uint(into_shape[0]) * size && (slot % size + size - first) % size >= length)
-            ((device uint4*)ring)[word] = ((const device uint4*)into)[word];
+        FIRST_ROW
+        uint slot = word / uint(D / 8) % size;
+        uint place = slot >= first ? slot - first : slot + size - first;  // how far behind the first new row
+        if (word < words && place >= length) ((device uint4*)ring)[word] = old;
     }
 """
         )
+        .replace("FIRST_ROW", "uint first = uint((start % int(size) + int(size)) % int(size));")
         .replace("GROUPS_BEFORE", "2u * rows" if with_query else "rows")
         .replace(
             "QUERY_OWNERS",
             "// one for each row of low_rank, split as in rms_norm.py;" if with_query else "// then",
+        )
+        .replace(
+            "QUERY_VALUES",
+            """constexpr int VALUES = (C + 32 * SG - 1) / (32 * SG);
+    float values[VALUES];
+    float gains[VALUES];"""
+            if with_query
+            else "",
         )
     )

@@ -45,7 +45,7 @@ _COLLAPSE_NORM = """
     if (lane == 0) part[simdgroup] = squares;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     squares = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
-    float scale = metal::precise::rsqrt(squares / float(C) + eps[0]);
+    float scale = metal::precise::rsqrt(squares / float(C) + as_type<float>(EPS_BITS));
     #pragma unroll
     for (uint i = 0; i < uint(VALUES); i++) {
         uint c = t + 32u * uint(SG) * i;
@@ -145,11 +145,11 @@ COEFFICIENTS_SOURCE = """
         uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
         if (lane >= uint(OUTPUTS)) o = uint(OUTPUTS);
         ulong at = ulong(row) * ulong(PARTS * (OUTPUTS + 1)) + ulong(o);
-        float small = eps[0];
+        float small = as_type<float>(SMALL_BITS);
         float m = 0.0f;
         #pragma unroll
         for (uint part = 0; part < uint(PARTS); part++) m += dots[at + ulong(part * uint(OUTPUTS + 1))];
-        m *= metal::precise::rsqrt(simd_shuffle(m, ushort(OUTPUTS)) / float(WIDTH) + eps[1]);
+        m *= metal::precise::rsqrt(simd_shuffle(m, ushort(OUTPUTS)) / float(WIDTH) + as_type<float>(EPS_BITS));
         if (lane < uint(OUTPUTS)) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
 
         // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.

@@ -26,6 +26,7 @@ SOURCE = """
     const int group0 = blockIdx.x % groups * 128, local0 = 32 * (warp & 3);
     const int row0 = blockIdx.x / groups % tiles * ROWS, batch = blockIdx.x / groups / tiles;
     const int end = min(row0 + ROWS, length);
+    const float factor = __int_as_float(FACTOR_BITS);
 
     int limit = 0;
     for (int row = row0; row < end; row++) limit = max(limit, visible[row]);
@@ -60,6 +61,9 @@ SOURCE = """
       for (int tile = half; tile < (HEADS + 15) / 16; tile += 2) {
         const int low = 16 * tile + g, high = low + 8;
         const __nv_bfloat16* from = q + query * D + 8 * t;
+        // Read before the products, not behind them.
+        const float of_low = low < heads ? (float)__float2bfloat16((float)weights[query + low] * factor) : 0.f;
+        const float of_high = high < heads ? (float)__float2bfloat16((float)weights[query + high] * factor) : 0.f;
         float dots[4][4];
         #pragma unroll
         for (int i = 0; i < 4; i++) dots[i][0] = dots[i][1] = dots[i][2] = dots[i][3] = 0.f;
@@ -70,8 +74,6 @@ SOURCE = """
           #pragma unroll
           for (int i = 0; i < 4; i++) product(dots[i], a, b, k[i][c]);
         }
-        const float of_low = low < heads ? (float)__float2bfloat16((float)weights[query + low] * factor[0]) : 0.f;
-        const float of_high = high < heads ? (float)__float2bfloat16((float)weights[query + high] * factor[0]) : 0.f;
         #pragma unroll
         for (int i = 0; i < 4; i++) {
           #pragma unroll

@@ -81,6 +81,12 @@ def blank(*shape: int) -> mx.array:
     return mx.array(np.zeros(shape, dtype=np.int32))
 
 
+def float_bits(value: float) -> int:
+    """A constant of the model for a template: the text says `as_type<float>(..)`. An input of up to 8 bytes would lie
+    in the host's memory on CUDA, and each launch that reads it waits for the bus."""
+    return int(np.float32(value).view(np.int32))
+
+
 @functools.cache
 def _header_folder() -> Path | None:
     """A folder for header files that ends with the process; None where none can be made or named in an #include."""
@@ -122,9 +128,10 @@ class Kernel:
     """A kernel as data. `source` is the body and `header` its helpers, in the portable subset of Metal that
     docs/kernels.md describes; `cuda_source` and `cuda_header` replace the translation where it cannot be fast
     (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
-    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays;
-    `cuda_bounds`: its threads a block and how many blocks a multiprocessor shall hold, which bounds its registers.
-    `exact` says that results equal the reference bit for bit.
+    only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays.
+    `cuda_bounds`: most threads a block of any body on CUDA and how many blocks a multiprocessor shall hold, which
+    bounds its registers; without it the compiler may keep to 32, and so to few loads on their way. `exact` says that
+    results equal the reference bit for bit.
 
     Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
     """
@@ -155,10 +162,10 @@ class Kernel:
 
     def cuda_text(self) -> tuple[str, str]:
         """(header, body) for mx.fast.cuda_kernel."""
+        bounds = _BOUNDS.format(*self.cuda_bounds) if self.cuda_bounds else ""
         if self.cuda_source is not None:
-            bounds = _BOUNDS.format(*self.cuda_bounds) if self.cuda_bounds else ""
             return (self.cuda_header or "") + bounds, self.cuda_source
-        return _portable.translate_header(self.header), _portable.translate_body(self.source)
+        return _portable.translate_header(self.header) + bounds, _portable.translate_body(self.source)
 
     @functools.cached_property
     def _metal(self) -> Callable[..., list[mx.array]]:

@@ -6,9 +6,9 @@ HEADER = """
 // Sorts as unsigned integers like the scores; 0 stands for what is never chosen, and 0.0 and -0.0 are one key.
 inline uint topk_key(uint bits) {
     uint size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u || bits == 0xff800000u) return 0u;
-    if (size == 0u) return 0x80000000u;
-    return (bits >> 31) != 0u ? ~bits : bits | 0x80000000u;
+    uint key = bits ^ (uint(int(bits) >> 31) | 0x80000000u);  // all bits of a negative one, the sign of others
+    key = size == 0u ? 0x80000000u : key;
+    return size > 0x7f800000u || bits == 0xff800000u ? 0u : key;
 }
 """
 
@@ -32,23 +32,28 @@ SOURCE = """
     uint chunk = threadgroup_position_in_grid.x % chunks;
     uint first = chunk * size + simdgroup * (32u * uint(V)) + lane;
     ulong scores_at = ulong(row) * ulong(n);
-    ulong listed_at = ulong(row) * ulong(elements) + ulong(first);
+    ulong listed_at = ulong(row) * ulong(elements);
     int pinned = GROUP > 1 ? (visible[row % uint(visible_shape[0])] - 1) / GROUP : -1;
     if (GROUP > 1 && visible[row % uint(visible_shape[0])] <= 0) pinned = -1;
 
+    // All reads come before the first value is needed, and none is conditional: behind one another they would take
+    // longer than all the rest. Beyond the end the last one is read again.
     uint keys[V];
-    uint all_keys = 0u;
     #pragma unroll
     for (uint i = 0; i < uint(V); i++) {
         uint at = first + 32u * i;
-        int id = at >= elements ? -1 : LISTED ? listed[listed_at + 32ul * i] : int(at);
+        keys[i] = LISTED ? uint(listed[listed_at + ulong(metal::min(at, elements - 1u))]) : at;
+    }
+    uint all_keys = 0u;
+    #pragma unroll
+    for (uint i = 0; i < uint(V); i++) {
+        uint id = keys[i];
+        uint from = id * uint(GROUP);
         uint key = 0u;
-        if (id >= 0) {
-            uint from = uint(id) * uint(GROUP);
-            for (uint g = 0; g < uint(GROUP); g++)
-                if (from + g < n) key = metal::max(key, topk_key(scores[scores_at + ulong(from + g)]));
-            if (id == pinned) key = 0xffffffffu;
-        }
+        for (uint g = 0; g < uint(GROUP); g++)
+            key = metal::max(key, topk_key(scores[scores_at + ulong(metal::min(from + g, n - 1u))]));
+        if (int(id) == pinned) key = 0xffffffffu;
+        if (first + 32u * i >= elements || int(id) < 0) key = 0u;
         keys[i] = key;
         all_keys |= key;
     }
@@ -73,12 +78,14 @@ SOURCE = """
                     bool counted = keys[i] != 0u;
                     if (digit == 1u) counted = counted && (keys[i] >> 21) == prefix;
                     if (digit == 2u) counted = counted && (keys[i] >> 10) == prefix;
-                    uint bin = counted ? (keys[i] >> shift) & mask : 4096u;
-                    // On a plateau all lanes meet in one bin: one of them adds for all.
-                    uint common = simd_broadcast_first(bin);
-                    bool together = simd_all(bin == common);
-                    if (counted && (!together || lane == 0u))
-                        atomic_fetch_add_explicit(&counts[bin], together ? 32u : 1u, memory_order_relaxed);
+                    if (digit == 0u || simd_any(counted)) {
+                        uint bin = counted ? (keys[i] >> shift) & mask : 4096u;
+                        // On a plateau all lanes meet in one bin: one of them adds for all.
+                        uint common = simd_broadcast_first(bin);
+                        bool together = simd_all(bin == common);
+                        if (counted && (!together || lane == 0u))
+                            atomic_fetch_add_explicit(&counts[bin], together ? 32u : 1u, memory_order_relaxed);
+                    }
                 }
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -153,7 +160,7 @@ SOURCE = """
             uint rank = equal + metal::popcount(equal_lanes & before);
             if (is_larger || (is_equal && rank < need)) {
                 uint at = first + 32u * i;
-                uint id = LISTED ? uint(listed[listed_at + 32ul * i]) : at;
+                uint id = LISTED ? uint(listed[listed_at + ulong(at)]) : at;
                 if (BLOCK > 0) {
                     ulong list = ulong(row) * ulong(blocks_shape[1]) + ulong(id / uint(metal::max(BLOCK, 1)));
                     id = uint(blocks[list]) * uint(BLOCK) + id % uint(metal::max(BLOCK, 1));

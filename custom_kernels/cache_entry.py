@@ -22,7 +22,7 @@ import numpy as np
 
 from ._cache_entry_sources import ENTRY_SOURCE, ring_source
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._rows import ring_ref
 from ._switches import enabled
 from .fake_quant import FAKE_QUANT_HEADER, KINDS, fake_quant_fp4_e4m3_ref, fake_quant_fp4_ref, fake_quant_fp8_ref
@@ -32,10 +32,10 @@ from .rope import rope_ref, rope_table
 _ROUNDINGS = {"fp8": fake_quant_fp8_ref, "fp4": fake_quant_fp4_ref, "fp4_e4m3": fake_quant_fp4_e4m3_ref}
 _WIDEST = 1024  # one thread a value
 
-_RING_INPUTS = ["x", "weight", "eps", "cosine", "sine", "into", "at"]
+_RING_INPUTS = ["x", "weight", "cosine", "sine", "into", "at"]
 _entry_kernel = Kernel(
     "cache_entry",
-    ["x", "weight", "eps", "cosine", "sine"],
+    ["x", "weight", "cosine", "sine"],
     ["y"],
     ENTRY_SOURCE,
     FAKE_QUANT_HEADER,
@@ -92,8 +92,8 @@ def cache_entry(
     if into is not None:
         return _write(x, weight, eps, cos, sin, kind, into, at)[0]
     return _entry_kernel(
-        inputs=[x.reshape(-1, L, H, D), cos if weight is None else weight, floats(eps), cos, sin],
-        template=[("H", H), *_template(D, P, kind, weight)],
+        inputs=[x.reshape(-1, L, H, D), cos if weight is None else weight, cos, sin],
+        template=[("H", H), *_template(D, P, kind, weight, eps)],
         grid=(prod(x.shape[:-1]) * D, 1, 1),
         threadgroup=(D, 1, 1),
         output_shapes=[x.shape],
@@ -138,9 +138,12 @@ def _fits(x: mx.array, cos: mx.array, length: int) -> bool:
     return known and x.size > 0 and cos.shape == (length, P)
 
 
-def _template(width: int, pairs: int, kind: str, weight: mx.array | None) -> list[tuple[str, int | bool | mx.Dtype]]:
+def _template(
+    width: int, pairs: int, kind: str, weight: mx.array | None, eps: float
+) -> list[tuple[str, int | bool | mx.Dtype]]:
     number, block = KINDS[kind]
-    return [("D", width), ("P", pairs), ("NORMED", weight is not None), ("KIND", number), ("BLOCK", block)]
+    norm = [("NORMED", weight is not None), ("EPS_BITS", float_bits(eps))]
+    return [("D", width), ("P", pairs), *norm, ("KIND", number), ("BLOCK", block)]
 
 
 def _write(
@@ -161,12 +164,12 @@ def _write(
     simdgroups = simdgroups_for(low_rank.shape[2]) if query else 0
     threads = max(D, 32 * simdgroups)
     copies = -(-into.size // 8 // threads)
-    template = [("THREADS", threads), *_template(D, cos.shape[-1], kind, weight)]
+    template = [("THREADS", threads), *_template(D, cos.shape[-1], kind, weight, eps)]
     if query:
         template += [("C", low_rank.shape[2]), ("SG", simdgroups), ("T", low_rank.dtype)]
     return (_norm_ring_kernel if query else _ring_kernel)(
         inputs=[
-            *[x, cos if weight is None else weight, floats(eps), cos, sin, into, at],
+            *[x, cos if weight is None else weight, cos, sin, into, at],
             *([low_rank, q_weight] if query else []),
         ],
         template=template,

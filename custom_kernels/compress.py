@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._rows import ring_ref
 from ._switches import enabled
 from .rms_norm import rms_norm_ref, simdgroups_for
@@ -73,7 +73,7 @@ _LATENTS = """
         if (lane == 0u) part[t / 32u] = sum;
         threadgroup_barrier(mem_flags::mem_threadgroup);
         sum = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
-        float scale = metal::precise::rsqrt(sum / float(D) + eps[0]);
+        float scale = metal::precise::rsqrt(sum / float(D) + as_type<float>(EPS_BITS));
         #pragma unroll
         for (uint c = 0; c < uint(VALUES); c++) {
             uint i = t + 32u * uint(SG) * c;
@@ -100,7 +100,7 @@ _COPY = """
 
 _compress_kernel = Kernel(
     "compress",
-    ["values", "gates", "pending", "start", "weight", "eps"],
+    ["values", "gates", "pending", "start", "weight"],
     ["fresh", "latents"],
     _SETUP + _LATENTS + _COPY,
     exact=False,
@@ -143,8 +143,11 @@ def compress(
     copies = -(-pending.size // 4 // (32 * simdgroups))
     kernel = _compress_kernel if entries else _pending_kernel
     fresh, *latents = kernel(
-        inputs=[values, gates, pending, start, *([weight, floats(eps)] if entries else [])],
-        template=[("D", D), ("SG", simdgroups), ("VALUES", -(-D // (32 * simdgroups))), ("ENTRIES", entries)],
+        inputs=[values, gates, pending, start, *([weight] if entries else [])],
+        template=[
+            *[("D", D), ("SG", simdgroups), ("VALUES", -(-D // (32 * simdgroups))), ("ENTRIES", entries)],
+            *([("EPS_BITS", float_bits(eps))] if entries else []),
+        ],
         grid=((B * entries + copies) * 32 * simdgroups, 1, 1),
         threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[pending.shape, *([(B, entries, D)] if entries else [])],

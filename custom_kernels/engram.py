@@ -24,7 +24,7 @@ import numpy as np
 from mlx_ds4.formats.planes import dequantize_engram_rows
 
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._octet import numbers
 from ._switches import enabled
 
@@ -69,7 +69,8 @@ _ENGRAM_SOURCE = """
         hk += part[16u + i];
     }
     float width = float(C);
-    float dot = hk * (metal::precise::rsqrt(hh / width + eps[0]) * metal::precise::rsqrt(kk / width + eps[0]))
+    float eps = as_type<float>(EPS_BITS);
+    float dot = hk * (metal::precise::rsqrt(hh / width + eps) * metal::precise::rsqrt(kk / width + eps))
               * metal::precise::rsqrt(width);
     float root = metal::precise::sqrt(metal::max(metal::abs(dot), 1e-6f));
     float gate = 1.0f / (1.0f + metal::precise::exp((as_type<uint>(dot) >> 31) != 0u ? root : -root));
@@ -98,7 +99,7 @@ _embedding_kernel = Kernel(
 
 _engram_kernel = Kernel(
     "engram_update",
-    ["h", "kv", "q_weight", "k_weight", "eps"],
+    ["h", "kv", "q_weight", "k_weight"],
     ["y"],
     _ENGRAM_SOURCE,
     exact=False,
@@ -146,8 +147,8 @@ def engram_update(h: mx.array, kv: mx.array, q_weight: mx.array, k_weight: mx.ar
     if h.size < 8 or not enabled("engram"):
         return engram_update_ref(h, kv, q_weight, k_weight, eps=eps)
     return _engram_kernel(
-        inputs=[h, kv, q_weight, k_weight, floats(eps)],
-        template=[("M", M), ("C", C)],
+        inputs=[h, kv, q_weight, k_weight],
+        template=[("M", M), ("C", C), ("EPS_BITS", float_bits(eps))],
         grid=(prod(leading) * M * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[h.shape],

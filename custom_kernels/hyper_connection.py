@@ -42,7 +42,7 @@ from ._hyper_sources import (
     EXPAND_SOURCE,
     SITE_SOURCE,
 )
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._switches import backend, enabled
 from .rms_norm import rms_norm_ref, simdgroups_for
 
@@ -55,10 +55,11 @@ STREAMS = (1, 2, 4)
 
 _kernel = functools.partial(Kernel, exact=False, family="hyper_connection")
 _collapse_kernel = _kernel("hyper_connection_collapse", ["h", "pre"], ["x"], COLLAPSE_SOURCE)
-_collapse_norm_kernel = _kernel(
-    "hyper_connection_collapse_norm", ["h", "pre", "weight", "eps"], ["x"], COLLAPSE_NORM_SOURCE
+_collapse_norm_kernel = _kernel("hyper_connection_collapse_norm", ["h", "pre", "weight"], ["x"], COLLAPSE_NORM_SOURCE)
+# Its registers hold what a thread reads; without the bound it would keep to 32 of them and wait two or three times.
+_site_kernel = _kernel(
+    "hyper_connection_site", ["h", "pre", "fn", "weight"], ["x", "dots"], SITE_SOURCE, cuda_bounds=(512, 1)
 )
-_site_kernel = _kernel("hyper_connection_site", ["h", "pre", "fn", "weight", "eps"], ["x", "dots"], SITE_SOURCE)
 _dots_kernel = _kernel(
     "hyper_connection_dots",
     ["h", "fn"],
@@ -68,7 +69,7 @@ _dots_kernel = _kernel(
     cuda_header=_hyper_cuda.HEADER,
 )
 _coefficients_kernel = _kernel(
-    "hyper_connection_coefficients", ["dots", "base", "scale", "eps"], ["pre", "mix"], COEFFICIENTS_SOURCE
+    "hyper_connection_coefficients", ["dots", "base", "scale"], ["pre", "mix"], COEFFICIENTS_SOURCE
 )
 _expand_kernel = _kernel("hyper_connection_expand", ["y", "h", "mix"], ["expanded"], EXPAND_SOURCE, EXPAND_HEADER)
 
@@ -90,10 +91,10 @@ def site(h: mx.array, pre: mx.array, fn: mx.array, weight: mx.array, *, norm_eps
     tile, slots, spread, ahead = (1, 1, 4, 20) if N == 1 else (2, 1, 2, 10) if N <= _TILE else (_TILE, 4, 1, 1)
     chunk = _chunk(M * C)
     x, dots = _site_kernel(
-        inputs=[h if h.ndim == 4 else h.reshape(1, N, M, C), pre, fn, weight, floats(norm_eps)],
+        inputs=[h if h.ndim == 4 else h.reshape(1, N, M, C), pre, fn, weight],
         template=[
             *[("R", tile), ("M", M), ("C", C), ("O", O), ("SG", simdgroups), ("PARTS", _PARTS), ("CHUNK", chunk)],
-            *[("SLOTS", slots), ("SPREAD", spread)],
+            *[("SLOTS", slots), ("SPREAD", spread), ("EPS_BITS", float_bits(norm_eps))],
             ("DEPTH", next(d for d in range(ahead, 0, -1) if chunk // 32 % d == 0)),
         ],
         grid=((N + spread * _PARTS * -(-N // tile)) * 32 * simdgroups, 1, 1),
@@ -150,8 +151,8 @@ def collapse_norm(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> m
     *leading, M, C = h.shape
     threads = 32 * simdgroups_for(C)
     return _collapse_norm_kernel(
-        inputs=[h, pre, weight, floats(eps)],
-        template=[("M", M), ("C", C), ("SG", threads // 32)],
+        inputs=[h, pre, weight],
+        template=[("M", M), ("C", C), ("SG", threads // 32), ("EPS_BITS", float_bits(eps))],
         grid=(prod(leading) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*leading, C)],
@@ -175,8 +176,11 @@ def coefficients(
     N = prod(leading)
     rows = min(N, 8)  # of a threadgroup
     pre, mix = _coefficients_kernel(
-        inputs=[dots if dots.ndim == 4 else dots.reshape(1, N, *dots.shape[-2:]), base, scale, floats(eps, norm_eps)],
-        template=[("M", M), ("PARTS", parts), ("ITERS", iters), ("WIDTH", width)],
+        inputs=[dots if dots.ndim == 4 else dots.reshape(1, N, *dots.shape[-2:]), base, scale],
+        template=[
+            *[("M", M), ("PARTS", parts), ("ITERS", iters), ("WIDTH", width)],
+            *[("SMALL_BITS", float_bits(eps)), ("EPS_BITS", float_bits(norm_eps))],
+        ],
         grid=(-(-N // rows) * 32 * rows, 1, 1),
         threadgroup=(32 * rows, 1, 1),
         output_shapes=[(*leading, M), (*leading, M + M * M)],

@@ -23,7 +23,7 @@ import numpy as np
 
 from . import _index_score_cuda, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, blank, floats
+from ._kernel import Kernel, blank, float_bits
 from ._rows import Rows, SplitRows, after, end, gather, part, rows_fault
 from ._switches import enabled
 
@@ -109,7 +109,7 @@ _INDEX_SCORE_SOURCE = """
             }
             if (t < uint(HEADS)) {
                 float w = t < heads ? float(weights[query + ulong(t)]) : 0.0f;
-                head_weights[t] = float(bfloat16_t(w * factor[0]));
+                head_weights[t] = float(bfloat16_t(w * as_type<float>(FACTOR_BITS)));
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
@@ -150,7 +150,7 @@ _INDEX_SCORE_SOURCE = """
 
 _index_score_kernel = Kernel(
     "index_score",
-    ["q", "weights", "keys", "recent", "base", "visible", "blocks", "factor"],
+    ["q", "weights", "keys", "recent", "base", "visible", "blocks"],
     ["scores"],
     _INDEX_SCORE_SOURCE,
     cuda_source=_index_score_cuda.SOURCE,
@@ -210,10 +210,10 @@ def index_scores(
     split = isinstance(keys, SplitRows)
     old, recent, base = keys if split else (keys, keys, visible)
     return _index_score_kernel(
-        inputs=[q, weights, old, recent, base, visible, blank(1, 1, 8) if blocks is None else blocks, floats(factor)],
+        inputs=[q, weights, old, recent, base, visible, blank(1, 1, 8) if blocks is None else blocks],
         template=[
             *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", split)],
-            ("BLOCK", 0 if blocks is None else block_size),
+            *[("BLOCK", 0 if blocks is None else block_size), ("FACTOR_BITS", float_bits(factor))],
         ],
         grid=(B * -(-L // rows) * -(-width // _COLUMNS) * 256, 1, 1),
         threadgroup=(256, 1, 1),

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._switches import enabled
 
 _RMS_NORM_SOURCE = """
@@ -37,12 +37,12 @@ _RMS_NORM_SOURCE = """
     if (lane == 0) part[simdgroup] = sum;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     sum = simd_sum(lane < uint(SG) ? part[lane] : 0.0f);
-    float scale = metal::precise::rsqrt(sum / float(C) + eps[0]);
+    float scale = metal::precise::rsqrt(sum / float(C) + as_type<float>(EPS_BITS));
     for (uint i = t; i < uint(C); i += 32u * uint(SG))
         y[row + i] = T(float(weight[i]) * (float(x[row + i]) * scale));
 """
 
-_rms_norm_kernel = Kernel("rms_norm", ["x", "weight", "eps"], ["y"], _RMS_NORM_SOURCE, exact=False, family="rms_norm")
+_rms_norm_kernel = Kernel("rms_norm", ["x", "weight"], ["y"], _RMS_NORM_SOURCE, exact=False, family="rms_norm")
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -63,8 +63,8 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     *leading, width = x.shape
     simdgroups = simdgroups_for(width)
     return _rms_norm_kernel(
-        inputs=[x, weight, floats(eps)],
-        template=[("T", x.dtype), ("C", width), ("SG", simdgroups)],
+        inputs=[x, weight],
+        template=[("T", x.dtype), ("C", width), ("SG", simdgroups), ("EPS_BITS", float_bits(eps))],
         grid=(prod(leading) * 32 * simdgroups, 1, 1),
         threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[x.shape],

@@ -20,11 +20,12 @@ import mlx.core as mx
 import numpy as np
 
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._switches import enabled
 from .topk import top_k_ref
 
-_MOST_EXPERTS = 1024  # 32 registers a lane
+_MOST_EXPERTS = 1024  # 32 registers a lane of the simdgroup that chooses
+_MOST_THREADS = 512
 _MOST_CHOSEN = 32  # one a lane
 
 _ROUTER_HEADER = """
@@ -45,64 +46,70 @@ inline float router_log1p(float e) {
 """
 
 _ROUTER_SOURCE = """
-    // A simdgroup owns one row; lane l holds the scores of experts l, l + 32, ... Each round takes the best one left.
+    // A threadgroup of SG simdgroups owns one row: thread t scores the experts t, t + 32 SG, ... Then the first
+    // simdgroup chooses: its lane l holds experts l, l + 32, ..., and each round takes the best one left. Keys sort as
+    // unsigned integers like the biased scores (which are never -0.0); 0 stands for what is never chosen.
+    constexpr int PER = (E + 31) / 32;
+    threadgroup float scores[32 * PER];
+    threadgroup uint ranked[32 * PER];
+    uint t = thread_position_in_threadgroup.x;
     uint lane = thread_index_in_simdgroup;
     ulong row = ulong(threadgroup_position_in_grid.x);
-    constexpr int PER = (E + 31) / 32;
-    float score[PER];
-    float biased[PER];
-    for (int i = 0; i < PER; i++) {
-        int e = int(lane) + 32 * i;
-        score[i] = 0.0f;
-        biased[i] = -3.0e38f;
-        if (e < E) {
+    for (uint e = t; e < uint(32 * PER); e += 32u * uint(SG)) {
+        uint key = 0u;
+        if (e < uint(E)) {
+            float b = bias[e];
             float z = logits[row * ulong(E) + ulong(e)];
             float soft = metal::max(z, 0.0f) + router_log1p(metal::precise::exp(-metal::abs(z)));
-            score[i] = metal::precise::sqrt(soft);
-            float b = score[i] + bias[e];
-            if (b > -3.0e38f) biased[i] = b;
+            float score = metal::precise::sqrt(soft);
+            scores[e] = score;
+            b += score;
+            uint bits = as_type<uint>(b);
+            if (b > -3.0e38f) key = (bits >> 31) != 0u ? ~bits : bits | 0x80000000u;
         }
+        ranked[e] = key;
     }
-    int mine = -1;          // the expert of round `lane`
-    float weight = 0.0f;
-    for (int round = 0; round < K; round++) {
-        float best = -3.0e38f;
-        int at = E;
-        float s = 0.0f;
-        for (int i = 0; i < PER; i++) {
-            if (biased[i] > best) {
-                best = biased[i];
-                at = int(lane) + 32 * i;
-                s = score[i];
-            }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (t < 32u) {  // one whole simdgroup, and no barrier below
+        uint keys[PER];
+        #pragma unroll
+        for (uint i = 0; i < uint(PER); i++) keys[i] = ranked[lane + 32u * i];
+        int mine = -1;  // the expert of round `lane`
+        for (int round = 0; round < K; round++) {
+            uint best = 0u;
+            #pragma unroll
+            for (uint i = 0; i < uint(PER); i++) best = metal::max(best, keys[i]);
+            best = simd_max(best);
+            uint at = uint(E);
+            #pragma unroll
+            for (uint i = 0; i < uint(PER); i++)
+                if (keys[i] == best) at = metal::min(at, lane + 32u * i);
+            uint winner = simd_min(at);
+            if (best == 0u) winner = uint(E);  // nothing is left
+            #pragma unroll
+            for (uint i = 0; i < uint(PER); i++)
+                if (lane + 32u * i == winner) keys[i] = 0u;
+            if (int(lane) == round && winner < uint(E)) mine = int(winner);
         }
-        float top = simd_max(best);
-        int winner = simd_min(best == top ? at : E);
-        for (int i = 0; i < PER; i++)
-            if (int(lane) + 32 * i == winner) biased[i] = -3.0e38f;
-        float winning = simd_shuffle(s, ushort(winner % 32));  // its owner's
-        if (int(lane) == round && winner < E) {
-            mine = winner;
-            weight = winning;
+        float weight = mine < 0 ? 0.0f : scores[metal::max(mine, 0)];
+        float total = simd_sum(weight);
+        // Ascending ids, the empty ones last.
+        int id = mine < 0 ? E : mine;
+        int rank = 0;
+        for (int other = 0; other < K; other++) {
+            int k = simd_shuffle(id, ushort(other));
+            if (k < id || (k == id && other < int(lane))) rank++;
         }
-    }
-    float total = simd_sum(weight);
-    // Ascending ids, the empty ones last.
-    int key = mine < 0 ? E : mine;
-    int rank = 0;
-    for (int other = 0; other < K; other++) {
-        int k = simd_shuffle(key, ushort(other));
-        if (k < key || (k == key && other < int(lane))) rank++;
-    }
-    if (int(lane) < K) {
-        chosen[row * ulong(K) + ulong(rank)] = mine;
-        weights[row * ulong(K) + ulong(rank)] = weight / (total + 1e-20f) * factor[0];
+        if (int(lane) < K) {
+            chosen[row * ulong(K) + ulong(rank)] = mine;
+            weights[row * ulong(K) + ulong(rank)] = weight / (total + 1e-20f) * as_type<float>(FACTOR_BITS);
+        }
     }
 """
 
 _router_kernel = Kernel(
     "router",
-    ["logits", "bias", "factor"],
+    ["logits", "bias"],
     ["chosen", "weights"],
     _ROUTER_SOURCE,
     _ROUTER_HEADER,
@@ -116,11 +123,12 @@ def route(logits: mx.array, bias: mx.array, *, k: int, factor: float) -> tuple[m
     *leading, E = logits.shape
     if logits.size == 0 or not enabled("router") or not 8 <= E <= _MOST_EXPERTS or k > min(E, _MOST_CHOSEN):
         return route_ref(logits, bias, k=k, factor=factor)
+    threads = min(-(-E // 32) * 32, _MOST_THREADS)
     chosen, weights = _router_kernel(
-        inputs=[logits.astype(mx.float32), bias.astype(mx.float32), floats(factor)],
-        template=[("E", E), ("K", k)],
-        grid=(32 * prod(leading), 1, 1),
-        threadgroup=(32, 1, 1),
+        inputs=[logits.astype(mx.float32), bias.astype(mx.float32)],
+        template=[("E", E), ("K", k), ("SG", threads // 32), ("FACTOR_BITS", float_bits(factor))],
+        grid=(threads * prod(leading), 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(*leading, k), (*leading, k)],
         output_dtypes=[mx.int32, mx.float32],
     )
@@ -167,6 +175,7 @@ def cases() -> list[Case]:
         case(2, 128, 3, "equal"),
         case(1, 33, 33 - 2),
         case(5, 8, 8),
+        case(2, 600, 6),  # more experts than threads
         case(1, 384, 6, large=True),
         case(2048, 384, 6, large=True),
     ]

@@ -39,6 +39,7 @@ _topk_kernel = Kernel(
     ["index"],
     _topk_metal.SOURCE,
     _topk_metal.HEADER,
+    cuda_bounds=(512, 1),  # registers for all scores of a thread on their way at once
     exact=True,
     family="topk",
 )

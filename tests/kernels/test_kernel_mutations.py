@@ -64,14 +64,17 @@ MUTATIONS = [
     ("hyper_connection_collapse", "row < uint(h_shape[0])", "true", "out-of-bounds"),
     ("cache_entry", "t + 2u * uint(P) >= uint(D)", "t + 2u * uint(P) > uint(D)", "wrong result"),
     ("cache_entry", "if (t % 32u == 0) part", "part", "race"),
-    ("cache_entry_ring", "slot < uint(into_shape[0]) * size && ", "", "out-of-bounds"),  # the last group of copies
-    ("cache_entry_ring", "(slot % size + size - first) % size >= length", "true", "race"),  # copies new rows too
-    ("cache_entry_ring", "(first + row % length) % size", "first + row % length", "out-of-bounds"),
+    ("cache_entry_ring", "word < words && place", "place", "out-of-bounds"),  # the last group of copies
+    ("cache_entry_ring", "metal::min(word, words - 1u)", "word", "out-of-bounds"),
+    ("cache_entry_ring", "&& place >= length", "", "race"),  # copies new rows too
+    ("cache_entry_ring", "if (slot >= size) slot -= size;", "", "out-of-bounds"),
+    ("cache_entry_ring", "slot + size - first", "slot - first", "race"),
     ("cache_entry_ring", "row / length * size", "row / length * length", "race"),  # the second sequence's ring
-    ("cache_entry_ring", "(first + row % length)", "(row % length)", "race"),
+    ("cache_entry_ring", "first + row % length", "row % length", "race"),
     ("cache_entry_ring", "if (t % 32u == 0) part", "part", "race"),
-    ("cache_entry_norm_ring", "if (t < uint(D)) v =", "v =", "out-of-bounds"),  # more threads than values
+    ("cache_entry_norm_ring", "metal::min(t, uint(D - 1))", "t", "out-of-bounds"),  # more threads than values
     ("cache_entry_norm_ring", "if (t < uint(D)) ring", "ring", "out-of-bounds"),
+    ("cache_entry_norm_ring", ", uint(C - 1));", ", 4000u);", "out-of-bounds"),
     ("cache_entry_norm_ring", "t % 32u < uint(SG) ? part[t % 32u] : 0.0f", "part[t % 32u]", "uninitialised"),
     ("cache_entry_norm_ring", "group - 2u * rows", "group - rows", "unwritten"),
     ("compress", "first & ~1u", "first", "wrong result"),  # the pair that was open before the step
@@ -90,6 +93,7 @@ MUTATIONS = [
     ("index_score", "pair < 2u && column < width", "pair < 2u", "race"),
     ("index_score", "head < heads ?", "true ?", "out-of-bounds"),
     ("topk", "GROUP > 1 || simd_any(all_keys != 0u)", "all_keys != 0u", "divergence"),
+    ("topk", "metal::min(from + g, n - 1u)", "from + g", "out-of-bounds"),
     ("topk", "all_keys |= key;", "all_keys = key;", "wrong result"),
     ("topk", "(digit == 1u ? 11u : 10u)", "10u", "out-of-bounds"),
     ("sparse_attention", "id >= int(start)", "id > int(start)", "wrong result"),  # an entry from the old rows' free end
@@ -101,9 +105,9 @@ MUTATIONS = [
     ("engram_embedding", "ulong(D + D / 32)", "ulong(D)", "wrong result"),
     ("engram_update", "c < uint(C)", "c < uint(C) + 256u", "out-of-bounds"),
     ("engram_update", "hk * (metal", "kk * (metal", "wrong result"),
-    ("router", "if (e < E) {", "if (true) {", "out-of-bounds"),
+    ("router", "if (e < uint(E)) {", "if (true) {", "out-of-bounds"),
     ("router", "if (int(lane) < K) {", "if (true) {", "out-of-bounds"),
-    ("router", "k < key", "k > key", "wrong result"),
+    ("router", "k < id", "k > id", "wrong result"),
     ("clamped_swiglu", "if (i < size)", "if (true)", "out-of-bounds"),
 ]
 
