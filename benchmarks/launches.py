@@ -4,7 +4,7 @@
 
 Counts the kernels that a GPU would launch (`custom_kernels/_count.py`) for each kind of layer of a tiny model,
 which has every kind, and multiplies by how often the kind stands in the release. `--reference` counts plain MLX
-operations. The launches are Metal's; on CUDA attention takes one more a layer.
+operations.
 """
 
 from __future__ import annotations

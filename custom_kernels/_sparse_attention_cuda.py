@@ -1,7 +1,4 @@
-"""CUDA body of sparse attention for many rows: both products on tensor cores, up to 16 heads of a query row in a block.
-
-Up to 8 rows `_sparse_attention_few_cuda.py` takes the same sums in the same order; change both together. (An
-exponential ends with an exact product by a power of two, so it does not matter whether that is fused with a sum.)
+"""CUDA body of sparse attention: both products on tensor cores, up to 16 heads of a query row in a block.
 
 The rows of a block of 64 entries lie in registers for the scores, then go through shared memory in two halves for the
 values, so that each is read once for 16 heads. A product's rows do not mix, so fewer heads give the same bits.
@@ -10,23 +7,6 @@ Estimate, on an H200: 2,048 query rows of 64 heads and 640 entries read 5.4 GB f
 """
 
 from __future__ import annotations
-
-from . import _tiles_cuda
-
-HEADER = (
-    _tiles_cuda.HEADER
-    + """
-namespace ds4_tiles {
-// (x, y) rotated by the angle of this cosine and sine, rounded. No compiler may fuse a product and a sum here: it might
-// choose otherwise in another kernel, and a row's bits would depend on the number of rows.
-__device__ __forceinline__ void turn_pair(bf16& x, bf16& y, float c, float s) {
-  const float a = __bfloat162float(x), b = __bfloat162float(y);
-  x = __float2bfloat16(__fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s)));
-  y = __float2bfloat16(__fadd_rn(__fmul_rn(a, s), __fmul_rn(b, c)));
-}
-}  // namespace ds4_tiles
-"""
-)
 
 SOURCE = """
     // A block of 8 warps owns HG heads of one query row. Warp w owns entries 8 w .. 8 w + 7 of each 64 for the scores,
@@ -51,7 +31,12 @@ SOURCE = """
       constexpr int half = TAIL > 0 ? TAIL / 2 : 1;
       const int head = i / half, channel = D - TAIL + 2 * (i % half), pair = channel / 2 - (D / 2 - TURN);
       bf16 x = q[out + (size_t)head * D + channel], y = q[out + (size_t)head * D + channel + 1];
-      if (pair >= 0) turn_pair(x, y, cosine[row % length * TURN + pair], sine[row % length * TURN + pair]);
+      if (pair >= 0) {
+        const float c = cosine[row % length * TURN + pair], s = sine[row % length * TURN + pair];
+        const float a = __bfloat162float(x), b = __bfloat162float(y);
+        x = __float2bfloat16(a * c - b * s);
+        y = __float2bfloat16(a * s + b * c);
+      }
       turned[head * (TAIL + 8) + 2 * (i % half)] = x;
       turned[head * (TAIL + 8) + 2 * (i % half) + 1] = y;
     }
@@ -89,15 +74,17 @@ SOURCE = """
       uint4 k[2 * PAIRS];
       #pragma unroll
       for (int c = 0; c < 2 * PAIRS; c++) k[c] = octet(from + 32 * c, id >= 0);
-      float dots[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};  // neither waits for the other
+      float dots[4] = {0.f, 0.f, 0.f, 0.f};
       #pragma unroll
-      for (int c = 0; c < 2 * PAIRS; c++) product(dots[c % 2], of_query(g, c), of_query(g + 8, c), k[c]);
+      for (int c = 0; c < 2 * PAIRS; c++) {
+        product(dots, of_query(g, c), of_query(g + 8, c), k[c]);
+      }
       #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int p = 8 * warp + 2 * t + e;
         const bool present = __shfl_sync(0xffffffffu, listed, p & 31) >= 0;
-        scores[g][p] = present ? (dots[0][e] + dots[1][e]) * scale[0] : __int_as_float(0xff800000);
-        scores[g + 8][p] = present ? (dots[0][2 + e] + dots[1][2 + e]) * scale[0] : __int_as_float(0xff800000);
+        scores[g][p] = present ? dots[e] * scale[0] : __int_as_float(0xff800000);
+        scores[g + 8][p] = present ? dots[2 + e] * scale[0] : __int_as_float(0xff800000);
       }
       __syncthreads();
       #pragma unroll
@@ -160,8 +147,12 @@ SOURCE = """
         if (head >= HG) continue;
         bf16 x = __float2bfloat16(acc[n][2 * r] / denominators[head]);
         bf16 y = __float2bfloat16(acc[n][2 * r + 1] / denominators[head]);
-        if (TURN > 0 && pair >= 0)
-          turn_pair(x, y, cosine[row % length * TURN + pair], -sine[row % length * TURN + pair]);
+        if (TURN > 0 && pair >= 0) {
+          const float c = cosine[row % length * TURN + pair], s = -sine[row % length * TURN + pair];
+          const float a = __bfloat162float(x), b = __bfloat162float(y);
+          x = __float2bfloat16(a * c - b * s);
+          y = __float2bfloat16(a * s + b * c);
+        }
         o[out + (size_t)head * D + channel] = x;
         o[out + (size_t)head * D + channel + 1] = y;
       }

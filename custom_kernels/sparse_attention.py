@@ -14,13 +14,13 @@ neither the other rows nor the padding.
 Kernel: within tolerance (sums in another order). A simdgroup holds 8 of a block's 64 rows in registers, where they
 serve as keys and, after the block's maximum is known, as values: one gather for all heads of the threadgroup, nothing
 staged. How many heads share a gather follows from the number of rows and changes no bit. CUDA has a body of its own
-(`_sparse_attention_cuda.py`), and for up to 8 rows two that give its bits (`_sparse_attention_few_cuda.py`).
+(`_sparse_attention_cuda.py`).
 
 The last source's rows may lie in two parts (`SplitRows`), and the rotation of the queries be done where they are read:
 both give the bits of one array and of `rope` before the call (in emulation; a GPU may fuse products and sums).
 
-One launch, two on CUDA for up to 8 rows. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache;
-the queries and the result once. Work: 4 D operations for a listed row and head.
+One launch. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache; the queries and the result
+once. Work: 4 D operations for a listed row and head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import functools
 import mlx.core as mx
 import numpy as np
 
-from . import _sparse_attention_cuda, _sparse_attention_few_cuda, _sparse_attention_metal
+from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, floats
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
@@ -44,8 +44,7 @@ _ROWS = 64
 # Heads of a threadgroup, and the threadgroups that fill a GPU: below these a group takes fewer heads, though more
 # groups then read the same rows. CUDA's products take 16 heads whether they are there or not.
 _HEADS, _GROUPS = (4, 2, 1), 192
-_CUDA_HEADS = (16, 8, 4, 2, 1)
-_CUDA_FEW = 8  # query rows, those of a verification, up to which CUDA divides a row's work among blocks
+_CUDA_HEADS, _CUDA_GROUPS = (16, 8, 4, 2, 1), 32
 _TURNED = 64  # pairs of a query that the kernel rotates at most: CUDA's body keeps them in shared memory
 _WIDTHS = (64, 128, 256, 512)  # what a simdgroup holds in whole words of each lane
 
@@ -55,8 +54,7 @@ _sparse_attention_kernel = Kernel(
     ["o"],
     _sparse_attention_metal.SOURCE,
     cuda_source=_sparse_attention_cuda.SOURCE,
-    cuda_header=_sparse_attention_cuda.HEADER,
-    cuda_bounds=(256, 2),
+    cuda_header=_tiles_cuda.HEADER,
     exact=False,
     family="sparse_attention",
 )
@@ -91,23 +89,19 @@ def sparse_attention(
         return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn, turn_queries=turn_queries)
     if turn_queries and turn[0].shape[-1] > _TURNED:
         q, turn_queries = rope(q.reshape(B, L, H, D), *turn).reshape(q.shape), False
+    heads = _heads_of_group(B * L, H)
     sinks = sinks.astype(mx.float32)
     cos, sin = turn or (sinks, sinks)
     last, index = sources[-1]
     split = isinstance(last, SplitRows)
     far, recent, base = last if split else (last, last, index)
     near = sources[0] if len(sources) == 2 else (far, index)
-    lists = [*near, far, index, recent, base]
-    template = [
-        *[("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
-        *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
-    ]
-    if backend() == "cuda" and B * L <= _CUDA_FEW:
-        return _sparse_attention_few_cuda.attend(q, lists, sinks, floats(scale), cos, sin, template=template)
-    heads = _heads_of_group(B * L, H)
     return _sparse_attention_kernel(
-        inputs=[q, *lists, sinks, floats(scale), cos, sin],
-        template=[("HG", heads), *template],
+        inputs=[q, *near, far, index, recent, base, sinks, floats(scale), cos, sin],
+        template=[
+            *[("HG", heads), ("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
+            *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
+        ],
         grid=(B * L * (H // heads) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[q.shape],
@@ -144,7 +138,7 @@ def _check(q: mx.array, sources: Sources, sinks: mx.array, turn: Turn | None) ->
 
 def _heads_of_group(rows: int, heads: int) -> int:
     """How many heads a threadgroup takes: as many as leave enough groups."""
-    sizes, groups = (_CUDA_HEADS, 1) if backend() == "cuda" else (_HEADS, _GROUPS)
+    sizes, groups = (_CUDA_HEADS, _CUDA_GROUPS) if backend() == "cuda" else (_HEADS, _GROUPS)
     return next(n for n in sizes if heads % n == 0 and (n == 1 or rows * heads // n >= groups))
 
 

@@ -67,9 +67,6 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
-static float __fmul_rn(float x, float y) { return x * y; }
-static float __fadd_rn(float x, float y) { return x + y; }
-static float __fsub_rn(float x, float y) { return x - y; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
