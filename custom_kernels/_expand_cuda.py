@@ -95,6 +95,20 @@ _experts = _kernel(
     cuda_bounds=_quant_cuda.DOWN_BOUNDS,
 )
 
+_sum_pairs = Kernel(
+    "expand_sum_pairs",
+    ["pairs", "shared", "h", "mix"],
+    ["expanded"],
+    None,
+    cuda_source=_DECLARED
+    + _quant_cuda.SUM_SOURCE.replace(
+        "float sum", "channel.read((const ds4::bf16*)h, mix, n, N, r);\n    float sum"
+    ).replace("STORE", "channel.expand(ds4::round_bf16(sum), (ds4::bf16*)expanded, n, N, r);"),
+    cuda_header=HEADER,
+    exact=False,
+    family="expand_matmul",
+)
+
 
 def takes(h: mx.array, mix: mx.array) -> bool:
     """Whether the bodies take streams of these types: those of the model."""
@@ -111,6 +125,16 @@ def project(x: mx.array, weight, h: mx.array, mix: mx.array) -> mx.array:
 
 def experts(a: mx.array, down, chosen: mx.array, shared, h: mx.array, mix: mx.array) -> mx.array:
     """a bfloat16 [N, slots, F], N up to 8; as `expand_matmul.experts_expand`."""
+    if _quant_cuda.PAIRS:
+        inputs, template, threads = _quant_cuda.pairs_few(a, *down, chosen, shared)
+        return _sum_pairs(
+            inputs=[*inputs, h, mix],
+            template=[*template, ("STREAMS", h.shape[-2])],
+            grid=(ceil_div(threads, 256) * 256, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[h.shape],
+            output_dtypes=[mx.bfloat16],
+        )[0]
     return _launch(_experts, *_quant_cuda.down_inputs(a, *down, chosen, shared), _quant_cuda.DOWN_WARPS, h, mix)
 
 

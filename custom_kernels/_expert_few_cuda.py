@@ -204,3 +204,112 @@ DOWN_FEW_SOURCE = (
     }
 """
 )
+
+PAIRS_FEW_SOURCE = (
+    """
+    // An item is 16 output rows of a distinct expert, the whole width in one warp; items go round the warps of the
+    // grid, whose rings run on through them. y: each pair's outputs, rounded, then, SHARED == 2, the shared expert's of
+    // each row. Sums are those of two halves of the width, and of the SS warps that would share the shared matrix.
+"""
+    + _PAIRS
+    + _DISTINCT
+    + """
+    __shared__ uint4 grid_s[F == IQ2_XXS || FS == IQ2_XXS ? 256 : 1];
+    if (F == IQ2_XXS || FS == IQ2_XXS) {
+      stage_grid(grid_s);
+      __syncthreads();
+    }
+    __shared__ uint4 rings[S * RING / 16];
+    unsigned char* const ring = ring_of(rings, warp);
+    typedef Weight<F> W;
+    const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
+    const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
+    const int units = K / W::UNIT, half = (units + 1) / 2, stride = S * gridDim.x;
+    int item = warp * gridDim.x + blockIdx.x, sent = item;  // neighbouring items on different multiprocessors
+    auto run_of = [&](int item) {
+      return Run{(size_t)experts[item / tiles] * N, item % tiles, N, K, 0, 1, units};
+    };
+    Stream<W, 1> stream(ring);
+    auto next = [&] {
+      if (sent >= items) return false;
+      stream.open(w, run_of(sent));
+      sent += stride;
+      return true;
+    };
+    stream.fill(next);
+    for (; item < items; item += stride) {
+      const Run run = run_of(item);
+      const unsigned long long riders = chosen_by(experts[item / tiles]);
+      const int count = __popcll(riders);
+      HeldRow<W> columns(
+          (const bf16*)x + (size_t)pair_of(riders, min(g, count - 1)) * K + t * W::LANE_COLUMNS, g < count);
+      columns.read(0);
+      float acc[1][4], before[4] = {0.f, 0.f, 0.f, 0.f};
+      clear(acc);
+      int unit = 0;
+      stream.multiply_run(run, next, [] {}, [&](W(&now)[1], bool last) {
+        if (unit++ == half) {
+          for (int c = 0; c < 4; c++) before[c] = acc[0][c];
+          clear(acc);
+        }
+        columns.real &= !last;
+        columns.following += W::UNIT;
+        now[0].multiply(acc, columns, t, grid_s);
+      });
+      for (int c = 0; c < 4; c++) {
+        const int n = 2 * t + (c & 1), r = 16 * run.tile + g + 8 * (c >> 1);
+        if (n < count && r < N) y[(size_t)pair_of(riders, n) * N + r] = bf16(before[c] + acc[0][c]);
+      }
+    }
+    if (SHARED == 2) {
+      typedef Weight<FS> Ws;
+      typedef const unsigned char* Bytes;
+      const Planes ws[1] = {{(Bytes)shared_codes, (Bytes)shared_scales, (Bytes)shared_supers}};
+      const int width = width_of(shared_shape, shared_ndim), rows = P / SLOTS;
+      for (; item < items + tiles; item += stride) {
+        const int tile = item - items;
+        auto share_of = [&](int s) { return Run{0, tile, N, width, s, SS, width / Ws::UNIT}; };
+        Stream<Ws, 1> shares(ring);
+        int opened = 0;
+        auto next_share = [&] {
+          if (opened == SS) return false;
+          shares.open(ws, share_of(opened++));
+          return true;
+        };
+        shares.fill(next_share);
+        const bf16* const row = (const bf16*)shared + (size_t)min(g, rows - 1) * width + t * Ws::LANE_COLUMNS;
+        HeldRow<Ws> columns(row, g < rows);
+        columns.read(0);
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+        for (int s = 0; s < SS; s++) {
+          float acc[1][4];
+          clear(acc);
+          shares.multiply_run(share_of(s), next_share, [] {}, [&](Ws(&now)[1], bool last) {
+            columns.real &= !last || s + 1 < SS;
+            columns.following = last ? row + (s + 1) * Ws::UNIT : columns.following + SS * Ws::UNIT;
+            now[0].multiply(acc, columns, t, grid_s);
+          });
+          for (int c = 0; c < 4; c++) sum[c] = SS == 1 ? acc[0][c] : sum[c] + acc[0][c];
+        }
+        for (int c = 0; c < 4; c++) {
+          const int n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
+          if (n < rows && r < N) y[(size_t)(P + n) * N + r] = bf16(sum[c]);
+        }
+      }
+    }
+"""
+)
+
+# A thread: one output, the sum of its row's pairs [rows SLOTS, C] in the order of the slots and, SHARED, what is added:
+# 1 shared [rows, C], 2 the rows behind the pairs. STORE takes it from there.
+SUM_SOURCE = """
+    const int rows = pairs_shape[0] / (SHARED == 2 ? SLOTS + 1 : SLOTS), N = pairs_shape[1];
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, n = at / N, r = at % N;
+    if (n >= rows) return;
+    float sum = 0.f;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) sum += __bfloat162float(pairs[(size_t)(n * SLOTS + s) * N + r]);
+    if (SHARED == 1) sum += __bfloat162float(shared[(size_t)n * N + r]);
+    if (SHARED == 2) sum += __bfloat162float(pairs[(size_t)(rows * SLOTS + n) * N + r]);
+    STORE
+"""

@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE
+from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE, PAIRS_FEW_SOURCE, SUM_SOURCE
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
@@ -116,6 +116,24 @@ DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane
 DOWN_BOUNDS = (32 * DOWN_WARPS, 3)  # all tiles of 5,120 outputs are on an H200 at a time
 _down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", cuda_bounds=DOWN_BOUNDS)
 
+PAIRS = True
+PAIR_WARPS = 4
+_PAIR_BLOCKS = 5  # at a time on a multiprocessor
+_pairs_few = _kernel(
+    "expert_pairs_few_mma",
+    DOWN_FEW_INPUTS,
+    PAIRS_FEW_SOURCE,
+    "expert_matmul",
+    cuda_bounds=(32 * PAIR_WARPS, _PAIR_BLOCKS),
+)
+_sum_pairs = _kernel(
+    "expert_sum_pairs",
+    ["pairs", "shared"],
+    SUM_SOURCE.replace("STORE", "y[at] = __float2bfloat16(sum);"),
+    "expert_matmul",
+    "#include <cuda_bf16.h>\n",
+)
+
 
 def takes(x: mx.array, format: str, width: int, rows_of_weight: int = 16) -> bool:
     """Whether the tensor-core kernels take x against a weight of this format and width; groups are whole tiles."""
@@ -158,6 +176,16 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
 def down_few(a, format, planes, chosen, shared) -> mx.array:
     """The experts' outputs of a [rows, slots, F], each rounded, summed over slots: [rows, C]. Last is added `shared`:
     values [rows, C], (a [rows, F'], weight) to multiply, or None."""
+    if PAIRS:
+        inputs, template, threads = pairs_few(a, format, planes, chosen, shared)
+        return _sum_pairs(
+            inputs=inputs,
+            template=template,
+            grid=(ceil_div(threads, 256) * 256, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(a.shape[0], planes["codes"].shape[1])],
+            output_dtypes=[mx.bfloat16],
+        )[0]
     inputs, template = down_inputs(a, format, planes, chosen, shared)
     C = planes["codes"].shape[1]
     return _down_few(
@@ -168,6 +196,24 @@ def down_few(a, format, planes, chosen, shared) -> mx.array:
         output_shapes=[(a.shape[0], C)],
         output_dtypes=[mx.bfloat16],
     )[0]
+
+
+def pairs_few(a, format, planes, chosen, shared):
+    """Launches the pairs' products; inputs, template and threads of SUM_SOURCE."""
+    inputs, template = down_inputs(a, format, planes, chosen, shared)
+    template = dict(template) | {"S": PAIR_WARPS}
+    mode, (rows, slots) = template["SHARED"], chosen.shape
+    C = planes["codes"].shape[1]
+    items = ceil_div(C, 16) * (chosen.size + (mode == 2))
+    pairs = _pairs_few(
+        inputs=inputs,
+        template=list(template.items()),
+        grid=(min(ceil_div(items, PAIR_WARPS), _PAIR_BLOCKS * SMS) * 32 * PAIR_WARPS, 1, 1),
+        threadgroup=(32 * PAIR_WARPS, 1, 1),
+        output_shapes=[(chosen.size + rows * (mode == 2), C)],
+        output_dtypes=[mx.bfloat16],
+    )[0]
+    return [pairs, shared if mode == 1 else pairs], [("SLOTS", slots), ("SHARED", mode)], rows * C
 
 
 def down_inputs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]]]:
