@@ -39,14 +39,14 @@ struct Channel {
 """
 )
 
-# What a thread's first result, at (ROW, COLUMN), expands is read before the barrier where the sums meet: the registers
-# of the product are free by then, and the reads are on their way while the slowest warp finishes.
+# What a thread's first result expands is read before the barrier where the sums meet: the registers of the product are
+# free by then, and the reads are on their way while the slowest warp finishes.
 _DECLARED = """
     ds4::Channel<STREAMS> channel;
 """
 _READ = """{
-        const int row = ROW, column = COLUMN;
-        if (INSIDE && column < N) channel.read((const bf16*)h, mix, row, N, column);
+        const int row = 2 * t + (warp & 1), column = 16 * tile + g + 8 * (warp >> 1);
+        if (warp < 4 && row < M && column < N) channel.read((const bf16*)h, mix, row, N, column);
       }
       __syncthreads();"""
 _STORE = """{
@@ -55,59 +55,27 @@ _STORE = """{
       }"""
 
 
-def _kernel(
-    name: str, inputs: list[str], source: str, store: str, row: str, column: str, inside: str, **limits
-) -> Kernel:
-    assert source.count(store) == 1
-    product, _, end = source.rpartition("__syncthreads();")
-    assert store in end
-    read = _READ.replace("ROW", row).replace("COLUMN", column).replace("INSIDE", inside)
-    return Kernel(
-        name,
-        [*inputs, "h", "mix"],
-        ["expanded"],
-        None,
-        cuda_source=_DECLARED + product + read + end.replace(store, _STORE),
-        cuda_header=HEADER,
-        **limits,
-        exact=False,
-        family="expand_matmul",
-    )
+def _project_source() -> str:
+    store = "y[(size_t)n * N + r] = T(sum);"
+    product, _, end = _quant_cuda.DENSE_SOURCE.rpartition("__syncthreads();")
+    assert end.count(store) == 1
+    return _DECLARED + product + _READ + end.replace(store, _STORE)
 
 
-_project = _kernel(
-    "expand_project_mma",
-    ["x", "codes", "scales", "supers"],
-    _quant_cuda.DENSE_SOURCE,
-    "y[(size_t)n * N + r] = T(sum);",
-    row="2 * t + (warp & 1)",
-    column="16 * tile + g + 8 * (warp >> 1)",
-    inside="warp < 4 && row < M",
-)
-_experts = _kernel(
-    "expand_experts_mma",
-    _quant_cuda.DOWN_FEW_INPUTS,
-    _quant_cuda.DOWN_FEW_SOURCE,
-    "y[(size_t)n * N + r] = bf16(sum);",
-    row="threadIdx.x / 16",
-    column="16 * tile + threadIdx.x % 16",
-    inside="row < P / SLOTS",
-    cuda_bounds=_quant_cuda.DOWN_BOUNDS,
-)
+def _sum_source() -> str:
+    begin, _, end = _quant_cuda.SUM_SOURCE.partition("    float sum = 0.f;\n")
+    read = "    channel.read((const ds4::bf16*)h, mix, n, N, r);\n    float sum = 0.f;\n"
+    expand = "channel.expand(ds4::round_bf16(sum), (ds4::bf16*)expanded, n, N, r);"
+    return _DECLARED + begin + read + end.replace("STORE", expand)
 
-_sum_pairs = Kernel(
-    "expand_sum_pairs",
-    ["pairs", "shared", "h", "mix"],
-    ["expanded"],
-    None,
-    cuda_source=_DECLARED
-    + _quant_cuda.SUM_SOURCE.replace(
-        "float sum", "channel.read((const ds4::bf16*)h, mix, n, N, r);\n    float sum"
-    ).replace("STORE", "channel.expand(ds4::round_bf16(sum), (ds4::bf16*)expanded, n, N, r);"),
-    cuda_header=HEADER,
-    exact=False,
-    family="expand_matmul",
-)
+
+def _kernel(name: str, inputs: list[str], source: str) -> Kernel:
+    names, text = [*inputs, "h", "mix"], {"cuda_source": source, "cuda_header": HEADER}
+    return Kernel(name, names, ["expanded"], None, **text, exact=False, family="expand_matmul")
+
+
+_project = _kernel("expand_project_mma", ["x", "codes", "scales", "supers"], _project_source())
+_sum_pairs = _kernel("expand_sum_pairs", ["pairs", "shared"], _sum_source())
 
 
 def takes(h: mx.array, mix: mx.array) -> bool:
@@ -118,33 +86,24 @@ def takes(h: mx.array, mix: mx.array) -> bool:
 def project(x: mx.array, weight, h: mx.array, mix: mx.array) -> mx.array:
     """x bfloat16 [.., K], up to 8 rows; as `expand_matmul.project_expand`."""
     format, planes = weight
-    warps = _quant_cuda.split(ceil_div(h.shape[-1], 16), x.shape[-1] // 128)
+    tiles = ceil_div(h.shape[-1], 16)
+    warps = _quant_cuda.split(tiles, x.shape[-1] // 128)
     template = [("F", FORMAT_IDS[format]), ("S", warps), ("NT", 1), ("G", 1)]
-    return _launch(_project, [x, *_quant_cuda.planes_of(planes)], template, warps, h, mix)
+    return _launch(_project, [x, *_quant_cuda.planes_of(planes)], template, tiles, 32 * warps, h, mix)
 
 
 def experts(a: mx.array, down, chosen: mx.array, shared, h: mx.array, mix: mx.array) -> mx.array:
     """a bfloat16 [N, slots, F], N up to 8; as `expand_matmul.experts_expand`."""
-    if _quant_cuda.PAIRS:
-        inputs, template, threads = _quant_cuda.pairs_few(a, *down, chosen, shared)
-        return _sum_pairs(
-            inputs=[*inputs, h, mix],
-            template=[*template, ("STREAMS", h.shape[-2])],
-            grid=(ceil_div(threads, 256) * 256, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[h.shape],
-            output_dtypes=[mx.bfloat16],
-        )[0]
-    return _launch(_experts, *_quant_cuda.down_inputs(a, *down, chosen, shared), _quant_cuda.DOWN_WARPS, h, mix)
+    inputs, template, threads = _quant_cuda.down_pairs(a, *down, chosen, shared)
+    return _launch(_sum_pairs, inputs, template, ceil_div(threads, 256), 256, h, mix)
 
 
-def _launch(kernel: Kernel, inputs, template, warps: int, h: mx.array, mix: mx.array) -> mx.array:
-    M, C = h.shape[-2:]
+def _launch(kernel: Kernel, inputs, template, blocks: int, threads: int, h: mx.array, mix: mx.array) -> mx.array:
     return kernel(
         inputs=[*inputs, h, mix],
-        template=[*template, ("STREAMS", M)],
-        grid=(ceil_div(C, 16) * 32 * warps, 1, 1),
-        threadgroup=(32 * warps, 1, 1),
+        template=[*template, ("STREAMS", h.shape[-2])],
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[h.shape],
         output_dtypes=[mx.bfloat16],
     )[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE, PAIRS_FEW_SOURCE, SUM_SOURCE
+from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE, SUM_SOURCE
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
@@ -25,7 +25,8 @@ from ._tiles_cuda import PTX
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 SMS = 132
-DOWN_WARPS = 6
+DOWN_WARPS = 4  # of a block; each goes its own way
+_DOWN_BLOCKS = 5  # at a time on a multiprocessor
 GATE_UP_SPLIT = 8
 # Of a block of gate and up: rings and sums, twice; IQ2_XXS has its tables besides.
 _GATE_UP_BYTES = GATE_UP_SPLIT * (4608 + 2 * 2 * 512)
@@ -112,19 +113,12 @@ _gate_up_few = {
     )
     for wide in (False, True)
 }
-DOWN_FEW_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
-DOWN_BOUNDS = (32 * DOWN_WARPS, 3)  # all tiles of 5,120 outputs are on an H200 at a time
-_down_few = _kernel("expert_down_few_mma", DOWN_FEW_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", cuda_bounds=DOWN_BOUNDS)
-
-PAIRS = True
-PAIR_WARPS = 4
-_PAIR_BLOCKS = 5  # at a time on a multiprocessor
-_pairs_few = _kernel(
-    "expert_pairs_few_mma",
-    DOWN_FEW_INPUTS,
-    PAIRS_FEW_SOURCE,
+_down_few = _kernel(
+    "expert_down_few_mma",
+    ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]],
+    DOWN_FEW_SOURCE,
     "expert_matmul",
-    cuda_bounds=(32 * PAIR_WARPS, _PAIR_BLOCKS),
+    cuda_bounds=(32 * DOWN_WARPS, _DOWN_BLOCKS),
 )
 _sum_pairs = _kernel(
     "expert_sum_pairs",
@@ -176,57 +170,39 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
 def down_few(a, format, planes, chosen, shared) -> mx.array:
     """The experts' outputs of a [rows, slots, F], each rounded, summed over slots: [rows, C]. Last is added `shared`:
     values [rows, C], (a [rows, F'], weight) to multiply, or None."""
-    if PAIRS:
-        inputs, template, threads = pairs_few(a, format, planes, chosen, shared)
-        return _sum_pairs(
-            inputs=inputs,
-            template=template,
-            grid=(ceil_div(threads, 256) * 256, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[(a.shape[0], planes["codes"].shape[1])],
-            output_dtypes=[mx.bfloat16],
-        )[0]
-    inputs, template = down_inputs(a, format, planes, chosen, shared)
-    C = planes["codes"].shape[1]
-    return _down_few(
+    inputs, template, threads = down_pairs(a, format, planes, chosen, shared)
+    return _sum_pairs(
         inputs=inputs,
         template=template,
-        grid=(ceil_div(C, 16) * 32 * DOWN_WARPS, 1, 1),
-        threadgroup=(32 * DOWN_WARPS, 1, 1),
-        output_shapes=[(a.shape[0], C)],
+        grid=(ceil_div(threads, 256) * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(a.shape[0], planes["codes"].shape[1])],
         output_dtypes=[mx.bfloat16],
     )[0]
 
 
-def pairs_few(a, format, planes, chosen, shared):
-    """Launches the pairs' products; inputs, template and threads of SUM_SOURCE."""
-    inputs, template = down_inputs(a, format, planes, chosen, shared)
-    template = dict(template) | {"S": PAIR_WARPS}
-    mode, (rows, slots) = template["SHARED"], chosen.shape
-    C = planes["codes"].shape[1]
-    items = ceil_div(C, 16) * (chosen.size + (mode == 2))
-    pairs = _pairs_few(
-        inputs=inputs,
+def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]], int]:
+    """Launches the products of `down_few`; inputs, template and threads of the launch of SUM_SOURCE that adds them."""
+    values, other, mode = a, (format, planes), 0
+    if isinstance(shared, mx.array):
+        mode = 1
+    elif shared is not None:
+        (values, other), mode = shared, 2
+    C, (rows, slots) = planes["codes"].shape[1], chosen.shape
+    tiles = ceil_div(C, 16)
+    share = split(tiles, values.shape[-1] // 128) if mode == 2 else 1
+    template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
+    template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
+    items = tiles * (chosen.size + (mode == 2))
+    pairs = _down_few(
+        inputs=[a, *planes_of(planes), chosen, values, *planes_of(other[1])],
         template=list(template.items()),
-        grid=(min(ceil_div(items, PAIR_WARPS), _PAIR_BLOCKS * SMS) * 32 * PAIR_WARPS, 1, 1),
-        threadgroup=(32 * PAIR_WARPS, 1, 1),
+        grid=(min(ceil_div(items, DOWN_WARPS), _DOWN_BLOCKS * SMS) * 32 * DOWN_WARPS, 1, 1),
+        threadgroup=(32 * DOWN_WARPS, 1, 1),
         output_shapes=[(chosen.size + rows * (mode == 2), C)],
         output_dtypes=[mx.bfloat16],
     )[0]
     return [pairs, shared if mode == 1 else pairs], [("SLOTS", slots), ("SHARED", mode)], rows * C
-
-
-def down_inputs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]]]:
-    """Inputs and template of DOWN_FEW_SOURCE."""
-    values, other, mode = a, (format, planes), 0
-    if isinstance(shared, mx.array):
-        values, mode = shared, 1
-    elif shared is not None:
-        (values, other), mode = shared, 2
-    share = split(ceil_div(planes["codes"].shape[1], 16), values.shape[-1] // 128) if mode == 2 else 1
-    template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": a.shape[1], "SHARED": mode}
-    template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
-    return [a, *planes_of(planes), chosen, values, *planes_of(other[1])], list(template.items())
 
 
 def planes_of(planes: dict[str, mx.array]) -> list[mx.array]:

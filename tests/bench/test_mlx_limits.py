@@ -48,13 +48,21 @@ def test_products_with_slices():
         assert {what for _, what in starts} == {"right"}
 
 
-@pytest.mark.parametrize("name", ["launch_cost", "kernel_start"])
+@pytest.mark.parametrize("name", ["launch_cost", "kernel_start", "host_arrays"])
 def test_kernels_need_cuda(name):
     done = run(f"{name}.py")
     if mx.cuda.is_available():
         assert done.returncode == 0 and re.search(r"_us|\d s a kernel", done.stdout), done.stderr
     else:
         assert done.returncode == 1 and done.stderr.startswith(f"{name} needs a CUDA device") and not done.stdout
+
+
+def test_the_cost_of_arrays_from_the_host():
+    done = run("host_arrays.py", "--toy")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["variant"] for line in lines] == ["none", "one", "eight", "eight slices of one"]
+    assert all(line["wall_us"] > 0 and line["cpu_us"] > 0 for line in lines)
 
 
 def test_the_cost_of_launches():
