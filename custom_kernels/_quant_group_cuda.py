@@ -16,7 +16,7 @@ from mlx_ds4.formats import planes as block_planes
 
 from . import _quant_cuda
 from ._kernel import Kernel
-from ._octet import FORMAT_IDS, ceil_div, power_of_two
+from ._octet import FORMAT_IDS, ceil_div
 
 Weight = tuple[str, block_planes.Planes]
 
@@ -172,6 +172,12 @@ def _group_kernel(count: int) -> Kernel:
 _group_kernels = {count: _group_kernel(count) for count in range(2, 6)}
 
 
+def _most(rows: int) -> int:
+    """A bound on the rows of float matrices. It has two values only: each is a compilation of two seconds, for which a
+    verification of another length than before would wait."""
+    return 1 if rows == 1 else 8
+
+
 def takes(x: mx.array, format: str) -> bool:
     """Whether a matrix of this format may share a launch over x [.., K]."""
     if format in _FLOATS:
@@ -188,7 +194,7 @@ def together(x: mx.array, weights: Sequence[Weight], dtypes: Sequence[mx.Dtype])
     warps = max(_FEWEST_WARPS, *splits)
     template = [(f"F{i}", FORMAT_IDS[format]) for i, (format, _) in enumerate(weights)]
     template += [(f"S{i}", split) for i, split in enumerate(splits)]
-    template += [("W", warps), ("MOST", power_of_two(M)), ("GRID", any(format == "IQ2_XXS" for format, _ in weights))]
+    template += [("W", warps), ("MOST", _most(M)), ("GRID", any(format == "IQ2_XXS" for format, _ in weights))]
     blocks = sum(_blocks(format, N, s, warps) for (format, _), N, s in zip(weights, rows, splits, strict=True))
     return _group_kernels[len(weights)](
         inputs=[x, *[plane for format, planes in weights for plane in _planes(planes)]],
@@ -295,7 +301,7 @@ def shared_swiglu(
     warps = max(_FEWEST_WARPS, split, router_split)
     blocks = _blocks(router[0], E, router_split, warps) + _blocks(gate[0], F, split, warps)
     template = [(f"F{name}", FORMAT_IDS[w[0]]) for name, w in zip("RGU", (router, gate, up), strict=True)]
-    template += [("SR", router_split), ("S", split), ("W", warps), ("MOST", power_of_two(M))]
+    template += [("SR", router_split), ("S", split), ("W", warps), ("MOST", _most(M))]
     template += [
         ("GRID", "IQ2_XXS" in (router[0], gate[0], up[0])),
         ("LIMIT_BITS", int(np.float32(limit).view(np.int32))),
