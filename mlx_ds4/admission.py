@@ -4,7 +4,9 @@ All costs are counted in serial steps, whose time is the median of the last ones
 it starts with one step, every serial token adds a fiftieth, every attempt adds the tokens it gave and takes away the
 time it cost, and it never grows above a small limit. Below zero there is no drafting until serial tokens have filled
 the gap. So a text on which drafting never pays takes at most 2 % longer than serial decoding, plus one step and one
-attempt; and drafting returns by itself, one attempt at a time, as soon as the gap is filled.
+attempt; and drafting returns by itself, one attempt at a time, as soon as the gap is filled. The first pass of a number
+of rows may have compiled kernels, seconds that say nothing about the text or the next pass: it is charged a step a row at
+most, and its time is forgotten as soon as another is known.
 
 Of a proposal as many drafts are verified as bring the most: with p_i the chance that draft i is accepted after
 those before it, k drafts are worth 1 + p_1 + p_1 p_2 + .. tokens and cost one pass of k + 1 rows. The chances are the
@@ -42,7 +44,8 @@ class Admission:
     def __init__(self, block_size: int):
         self.credit = _FIRST_CREDIT
         self._serial: deque[float] = deque(maxlen=_MEDIAN_OF)
-        self._verify: dict[int, deque[float]] = {}
+        self._verify: dict[int, deque[float]] = {}  # seconds of passes by their rows, without the first
+        self._first: dict[int, float] = {}
         self._shift = [0.0] * block_size
         self._seen = self._cycles = self._declined = 0
         self._confidence: Sequence[float] = ()
@@ -90,11 +93,12 @@ class Admission:
             self._shift[i] += _RATE * ((i < accepted) - self._chance(i))
         self._cycles += 1
         self._declined = 0
-        history = self._verify.setdefault(drafts + 1, deque(maxlen=_MEDIAN_OF))
-        history.append(seconds)
-        steps = (seconds + self._draft) / self._step
-        if self._cycles == 1:
-            steps = min(steps, drafts + 1)  # the first pass may have compiled kernels: that says nothing about the text
+        rows, steps = drafts + 1, (seconds + self._draft) / self._step
+        if rows in self._first:
+            self._verify.setdefault(rows, deque(maxlen=_MEDIAN_OF)).append(seconds)
+        else:
+            self._first[rows] = seconds
+            steps = min(steps, rows)
         self._pay(steps)
         self._earn(accepted + 1)
 
@@ -111,9 +115,9 @@ class Admission:
         """Serial steps that a pass of `rows` rows takes: measured, or on the line to the widest pass known."""
         if rows in self._verify:
             return statistics.median(self._verify[rows]) / self._step
-        widest = max(self._verify)
-        wide = statistics.median(self._verify[widest]) / self._step
-        return 1 + (wide - 1) * (rows - 1) / (widest - 1)
+        widest = max(self._verify or self._first)
+        seconds = statistics.median(self._verify[widest]) if self._verify else self._first[widest]
+        return 1 + (seconds / self._step - 1) * (rows - 1) / (widest - 1)
 
     def _pay(self, steps: float) -> None:
         self.credit -= steps

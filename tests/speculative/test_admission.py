@@ -117,5 +117,26 @@ def test_width_follows_confidence_and_cost():
 def test_useless_confidence_is_corrected():
     """Drafts that are always right under confidences that say never: after the probes they are verified again."""
     policy = ready()
-    widths = [cycle(policy, -6.0, 0.05, 5) for _ in range(40)]
+    widths = [cycle(policy, -6.0, 0.05, 5) for _ in range(42)]
     assert widths[:2] == [BLOCK, BLOCK] and widths[2:8] == [0] * 6 and widths[-10:] == [BLOCK] * 10
+
+
+def test_kernels_that_are_compiled_on_the_way():
+    """The first pass of each number of rows takes seconds: good drafts are used at once all the same, and bad ones cost
+    no more than a step a row each time."""
+    for right, floor in ((5, 1.5), (0, 0.9)):
+        policy, known, tokens, seconds = ready(), set(), 0, 0.0
+        for turn in range(400):
+            while run := policy.serial_run(False):
+                for _ in range(run):
+                    policy.record_serial(0.03)
+                tokens, seconds = tokens + run, seconds + 0.03 * run
+            confidence = [4.0 - (turn % 5 + 1 <= i) * 8 for i in range(BLOCK)]  # so that every length has its turn
+            drafts = policy.admit(confidence, 0.005)
+            seconds += 0.005
+            if drafts:
+                compiled = 0.0 if drafts in known else 2.0
+                policy.record_cycle(0.045 + compiled, drafts, min(drafts, right))
+                known.add(drafts)
+                tokens, seconds = tokens + 1 + min(drafts, right), seconds + 0.045
+        assert len(known) > 1 and tokens * 0.03 / seconds > floor
