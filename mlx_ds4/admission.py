@@ -4,9 +4,10 @@ All costs are counted in serial steps, whose time is the median of the last ones
 it starts with one step, every serial token adds a fiftieth, every attempt adds the tokens it gave and takes away the
 time it cost, and it never grows above a small limit. Below zero there is no drafting until serial tokens have filled
 the gap. So a text on which drafting never pays takes at most 2 % longer than serial decoding, plus one step and one
-attempt; and drafting returns by itself, one attempt at a time, as soon as the gap is filled. The first pass of a number
-of rows may have compiled kernels, seconds that say nothing about the text or the next pass: it is charged a step a row at
-most, and its time is forgotten as soon as another is known.
+attempt; and drafting returns by itself, one attempt at a time, as soon as the gap is filled.
+
+The first pass of a number of rows may have compiled kernels, seconds that say nothing about the text or the next pass:
+it is charged a step a row at most, and its time is forgotten as soon as another is known.
 
 Of a proposal as many drafts are verified as bring the most: with p_i the chance that draft i is accepted after
 those before it, k drafts are worth 1 + p_1 + p_1 p_2 + .. tokens and cost one pass of k + 1 rows. The chances are the
