@@ -76,7 +76,7 @@ GATE_UP_FEW_SOURCE = (
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
-      stream.multiply_run(run, next, [&] { columns.read(S * W::UNIT); }, [&](W(&now)[2], bool) {
+      stream.multiply_run(w, run, next, [&] { columns.read(S * W::UNIT); }, [&](W(&now)[2], bool) {
         W::multiply_both(now, gate, up, columns, t, tables);
       });
       float* const sums = part + set * (2 * S * 128);
@@ -144,7 +144,7 @@ DOWN_FEW_SOURCE = (
       float acc[1][4], before[4] = {0.f, 0.f, 0.f, 0.f};
       clear(acc);
       int unit = 0;
-      stream.multiply_run(run, next, [] {}, [&](W(&now)[1], bool last) {
+      stream.multiply_run(w, run, next, [] {}, [&](W(&now)[1], bool last) {
         if (unit++ == half) {
           for (int c = 0; c < 4; c++) before[c] = acc[0][c];
           clear(acc);
@@ -181,7 +181,7 @@ DOWN_FEW_SOURCE = (
         for (int s = 0; s < SS; s++) {
           float acc[1][4];
           clear(acc);
-          shares.multiply_run(share_of(s), next_share, [] {}, [&](Ws(&now)[1], bool last) {
+          shares.multiply_run(ws, share_of(s), next_share, [] {}, [&](Ws(&now)[1], bool last) {
             columns.real &= !last || s + 1 < SS;
             columns.following = last ? row + (s + 1) * Ws::UNIT : columns.following + SS * Ws::UNIT;
             now[0].multiply(acc, columns, t, grid_s);

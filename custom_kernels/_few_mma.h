@@ -107,7 +107,7 @@ __device__ __forceinline__ void two_products(
   stream.fill(NoneNext());
   HeldRow<W> columns(x.p[0] + (run.first - run.step) * W::UNIT + t * W::LANE_COLUMNS, x.real);
   auto read = [&] { columns.read(run.step * W::UNIT); };
-  stream.multiply_run(run, NoneNext(), read, [&](W(&now)[2], bool) {
+  stream.multiply_run(both, run, NoneNext(), read, [&](W(&now)[2], bool) {
     W::multiply_both(now, one, two, columns, t, tables);
   });
 }

@@ -79,7 +79,7 @@ struct HalfCopies {
   }
 };
 
-// The bytes of a step in its slot; `odd`: which half of four bytes is the scale of IQ2_XXS.
+// The bytes of a step in its slot; `odd`: which half of four bytes is the scale of IQ2_XXS, by its address.
 template <class W>
 struct InRing {
   const unsigned char *codes, *scales, *supers;
@@ -193,7 +193,8 @@ struct Stream {
   }
   // The steps of the run that is next in the ring: read() before the wait, multiply(weights, whether it is the last).
   template <class Next, class Read, class Multiply>
-  __device__ __forceinline__ void multiply_run(const Run& run, Next next, Read read, Multiply multiply) {
+  __device__ __forceinline__ void multiply_run(
+      const Planes (&w)[MS], const Run& run, Next next, Read read, Multiply multiply) {
     constexpr bool EARLY = D < 3;  // a short ring: the slot is filled anew before its weights, in registers, are used
     const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
     W now[MS];
@@ -203,8 +204,10 @@ struct Stream {
       wait_for_copies_but<D - 1>();
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < MS; m++)
-        now[m].load(InRing<W>(ring + out * SIZE + m * Slot<W>::BYTES, (phase + unit / 2) & 1), unit);
+      for (int m = 0; m < MS; m++) {
+        const int odd = (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1;
+        now[m].load(InRing<W>(ring + out * SIZE + m * Slot<W>::BYTES, odd), unit);
+      }
       out = out + 1 == D ? 0 : out + 1;
       if (EARLY) {
         __syncwarp();
@@ -236,7 +239,7 @@ __device__ __forceinline__ void product(
   if constexpr (NT == 1) {
     HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real && run.first < run.end);
     columns.read(0);
-    stream.multiply_run(run, NoneNext(), [] {}, [&](W(&now)[1], bool last) {
+    stream.multiply_run(matrix, run, NoneNext(), [] {}, [&](W(&now)[1], bool last) {
       columns.real &= !last;
       columns.following += run.step * W::UNIT;
       now[0].multiply(acc, columns, t, grid);
@@ -245,7 +248,7 @@ __device__ __forceinline__ void product(
     Rows<NT> columns;
 #pragma unroll
     for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + run.first * W::UNIT + t * W::LANE_COLUMNS;
-    stream.multiply_run(run, NoneNext(), [] {}, [&](W(&now)[1], bool) {
+    stream.multiply_run(matrix, run, NoneNext(), [] {}, [&](W(&now)[1], bool) {
       now[0].multiply(acc, columns, t, grid);
 #pragma unroll
       for (int i = 0; i < NT; i++) columns.p[i] += run.step * W::UNIT;

@@ -34,9 +34,10 @@ _TYPES = {
 }
 
 
-def launch(kernel, inputs: list[mx.array], call: dict) -> list[mx.array]:
-    """One launch of a kernel with a CUDA body; `call` as `Launch.call` holds it. Outputs start as NaN bytes."""
-    arrays = [np.array(x.view(mx.uint8)) for x in inputs]
+def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0) -> list[mx.array]:
+    """One launch of a kernel with a CUDA body; `call` as `Launch.call` holds it. Outputs start as NaN bytes. Inputs of
+    float16 start `halves_at` bytes behind a multiple of 16, as those of a slice may."""
+    arrays = [_placed(np.array(x.view(mx.uint8)), halves_at * (x.dtype == mx.float16)) for x in inputs]
     outputs = [
         np.full(int(np.prod(shape)) * dtype.size, 0xFF, dtype=np.uint8)
         for shape, dtype in zip(call["output_shapes"], call["output_dtypes"], strict=True)
@@ -52,6 +53,13 @@ def launch(kernel, inputs: list[mx.array], call: dict) -> list[mx.array]:
         mx.array(data).view(dtype).reshape(shape)
         for data, shape, dtype in zip(outputs, call["output_shapes"], call["output_dtypes"], strict=True)
     ]
+
+
+def _placed(data: np.ndarray, at: int) -> np.ndarray:
+    room = np.empty(data.size + 32, dtype=np.uint8)
+    start = -room.ctypes.data % 16 + at
+    room[start : start + data.size] = data.reshape(-1)
+    return room[start : start + data.size]
 
 
 def _source(kernel, inputs: list[mx.array], call: dict) -> str:

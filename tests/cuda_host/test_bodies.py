@@ -82,6 +82,19 @@ def test_dense_product(on_cpu, format):
     assert mx.array_equal(run(lambda: dense(x[1:2])), many[1:2])
 
 
+@pytest.mark.parametrize("width", [512, 768])
+def test_halves_of_words(on_cpu, width):
+    """IQ2_XXS reads scales of two bytes four at a time: rows of two and of three, at a word and in its middle."""
+    planes = random_planes(np.random.default_rng(1), "IQ2_XXS", 31, width)
+    x, launches = rows_of(3, width), []
+    with watch_launches(launches.append):
+        _quant_cuda.dense(x, "IQ2_XXS", planes, groups=1, out_dtype=mx.float32)
+    (item,) = launches
+    want = quant_matmul.quant_matmul_ref(x, "IQ2_XXS", planes, out_dtype=mx.float32)
+    for at in (0, 2):
+        assert compare(launch(item.kernel, item.inputs, item.call, at)[0], want, 1e-5)[0] is None
+
+
 def test_grouped_product(on_cpu):
     planes = random_planes(np.random.default_rng(2), "Q8_0", 3 * 16, 128)
     x = rows_of(2, 3 * 128)
