@@ -28,9 +28,9 @@ def test_both_systems_give_the_same_figures(capsys, tmp_path):
         systems.setdefault(line["system"], []).append((line["figure"], line["context"], line["rows"]))
     theirs, ours, ratios = systems.values()
     assert list(systems) == [f"mlx-lm {vs_peers.peer_version()}", "mlx_ds4", "ratio"]
-    assert ours == theirs == ratios and len(ours) == 8  # prefill to 64 and 256, decode of 1 and 6 rows at 64, 256, 9000
-    assert [line["system"] for line in found[8:]] == ["mlx_ds4", "ratio"] * 8
-    for side, text in (("peer", found[:8]), ("ours", found[8:])):  # as two runs leave them, the second with a ratio
+    assert ours == theirs == ratios and len(ours) == 9  # prefill and decode of 1 and 6 rows at 64, 256, 9000
+    assert [line["system"] for line in found[9:]] == ["mlx_ds4", "ratio"] * 9
+    for side, text in (("peer", found[:9]), ("ours", found[9:])):  # as two runs leave them, the second with a ratio
         (tmp_path / side).write_text("".join(json.dumps(line) + "\n" for line in text))
     again = lines(vs_peers, capsys, "--read", str(tmp_path / "ours"), str(tmp_path / "peer"))
     assert [line["times_faster"] for line in again] == [

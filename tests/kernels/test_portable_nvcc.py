@@ -251,11 +251,16 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
     heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
+    heads += ("#include <cuda_bf16.h>\n",)
     texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
     texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER]
     for i, launch in enumerate(kinds.values()):
-        head, body = launch.kernel.cuda_text()
-        assert head in heads
-        texts.append(function(launch.kernel, launch, f"k{i}", body))
+        kernel = launch.kernel
+        assert kernel.cuda_header in heads
+        text = function(kernel, launch, f"k{i}", kernel.cuda_text()[1])
+        if kernel.cuda_bounds:
+            assert text.count("__global__ ") == 1
+            text = text.replace("__global__ ", "__global__ __launch_bounds__({}, {}) ".format(*kernel.cuda_bounds))
+        texts.append(text)
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
