@@ -27,11 +27,7 @@ _DISTINCT = """
     }
     const int distinct = __popcll(firsts);
     __shared__ int experts[64];
-    for (int k = threadIdx.x; k < distinct; k += 32 * S) {
-      unsigned long long rest = firsts;
-      for (int i = 0; i < k; i++) rest &= rest - 1;
-      experts[k] = chosen[__ffsll(rest) - 1];
-    }
+    for (int k = threadIdx.x; k < distinct; k += 32 * S) experts[k] = chosen[pair_of(firsts, k)];
     __syncthreads();
 """
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
-from ._kernel import Kernel
+from ._kernel import Kernel, float_bits
 from ._octet import FORMAT_IDS, ceil_div
 from ._quant_cuda import GATE_UP_SPLIT, planes_of
 from ._quant_tile_cuda import HEADER as TILE_HEADER
@@ -113,11 +112,16 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -
     """As `_quant_cuda.gate_up_few`, for any number of pairs: `order` sorts them by expert, those of each begin at
     `starts` (`expert_matmul.Plan`)."""
     (E, F, _), slots = gate["codes"].shape, chosen.shape[1]
-    bits = int(np.float32(limit).view(np.int32))
     return _launch(
         _gate_up,
         [x, *planes_of(gate), *planes_of(up), order, starts, weights.reshape(-1)],
-        [("F", FORMAT_IDS[format]), ("S", GATE_UP_SPLIT), ("SLOTS", slots), ("NT", _TILES), ("LIMIT_BITS", bits)],
+        [
+            ("F", FORMAT_IDS[format]),
+            ("S", GATE_UP_SPLIT),
+            ("SLOTS", slots),
+            ("NT", _TILES),
+            ("LIMIT_BITS", float_bits(limit)),
+        ],
         (E, F),
         (*chosen.shape, F),
     )

@@ -68,7 +68,7 @@ struct Few : Weight<F> {
   static __device__ __forceinline__ void stage(uint4*) {}
   template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], X& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
     const Kept<X> kept = {x};
     w[0].multiply(one, kept, t, tables);
     w[1].multiply(two, kept, t, tables);
@@ -78,7 +78,7 @@ template <>
 struct Few<IQ2_XXS, true> : WideIq2 {
   template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], X& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 v = x.octet(0, 32 * j);

@@ -15,10 +15,9 @@ from math import prod
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
 from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE, SUM_SOURCE
-from ._kernel import Kernel
+from ._kernel import Kernel, float_bits
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
 
@@ -27,14 +26,15 @@ _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_
 SMS = 132
 DOWN_WARPS = 4  # of a block; each goes its own way
 _DOWN_BLOCKS = 5  # at a time on a multiprocessor
+RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8
 # Of a block of gate and up: rings and sums, twice; IQ2_XXS has its tables besides.
-_GATE_UP_BYTES = GATE_UP_SPLIT * (4608 + 2 * 2 * 512)
+_GATE_UP_BYTES = GATE_UP_SPLIT * (RING + 2 * 2 * 512)
 _IQ2_TABLES = 40960
 _GATE_UP_BLOCKS = 2  # at a time on a multiprocessor
 
 HEADER = (
-    PTX + "#include <cuda_fp16.h>\n"
+    PTX + f"#include <cuda_fp16.h>\n#define DS4_RING {RING}\n"
     f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
     + (Path(__file__).parent / "_quant_mma.h").read_text()
@@ -155,7 +155,7 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
     F = gate["codes"].shape[1]
     template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1]}
-    template["LIMIT_BITS"] = int(np.float32(limit).view(np.int32))
+    template["LIMIT_BITS"] = float_bits(limit)
     blocks = min(ceil_div(F, 16) * chosen.size, _GATE_UP_BLOCKS * SMS)
     return _gate_up_few[format == "IQ2_XXS"](
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],

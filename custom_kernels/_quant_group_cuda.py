@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from math import prod
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
 from . import _quant_cuda
-from ._kernel import Kernel
+from ._kernel import Kernel, float_bits
 from ._octet import FORMAT_IDS, ceil_div
 
 Weight = tuple[str, block_planes.Planes]
@@ -304,7 +303,7 @@ def shared_swiglu(
     template += [("SR", router_split), ("S", split), ("W", warps), ("MOST", _most(M))]
     template += [
         ("GRID", "IQ2_XXS" in (router[0], gate[0], up[0])),
-        ("LIMIT_BITS", int(np.float32(limit).view(np.int32))),
+        ("LIMIT_BITS", float_bits(limit)),
     ]
     logits, a = _shared(
         inputs=[router_x, x, *[plane for _, planes in (router, gate, up) for plane in _planes(planes)]],

@@ -7,7 +7,7 @@
 
 namespace ds4 {
 
-constexpr int RING = 4608;  // bytes of a warp
+constexpr int RING = DS4_RING;  // bytes of a warp
 __device__ __forceinline__ unsigned char* ring_of(uint4* rings, int warp) {
   return (unsigned char*)rings + warp * RING;
 }
@@ -26,8 +26,8 @@ struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
   const unsigned char* from;  // of this lane's first piece
   int after[EACH];            // how far the others lie behind it
-  // plane: of row 0 and the first step, `stride` bytes a row; rows past `last` repeat it.
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last) {
+  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it; first: step.
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last, int first) {
     int at[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -35,7 +35,7 @@ struct PlaneCopies {
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
       after[i] = at[i] - at[0];
     }
-    from = plane + at[0];
+    from = plane + first * BYTES + at[0];
   }
   __device__ __forceinline__ void copy(unsigned char* to, int step) {
 #pragma unroll
@@ -52,7 +52,7 @@ struct InOrder {
   static __device__ __forceinline__ int moved(int) { return 0; }
 };
 struct NoCopies {
-  __device__ __forceinline__ void begin(const unsigned char*, int, int) {}
+  __device__ __forceinline__ void begin(const unsigned char*, int, int, int) {}
   __device__ __forceinline__ void copy(unsigned char*, int) {}
 };
 template <bool CONDITION, class A, class B>
@@ -162,10 +162,9 @@ struct Stream {
 #pragma unroll
     for (int m = 0; m < MS; m++) {
       const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
-      from[m].codes.begin(p.codes + run.first * W::CODES, stride.codes, last);
-      if constexpr (F == IQ2_XXS) from[m].scales.begin(p.scales, stride.scales, last, run.first);
-      else from[m].scales.begin(p.scales + run.first * W::SCALES, stride.scales, last);
-      from[m].supers.begin(p.supers + run.first * W::SUPERS, stride.supers, last);
+      from[m].codes.begin(p.codes, stride.codes, last, run.first);
+      from[m].scales.begin(p.scales, stride.scales, last, run.first);
+      from[m].supers.begin(p.supers, stride.supers, last, run.first);
     }
   }
   // Sends the copies of one step on their way, if there is one.

@@ -7,7 +7,7 @@ the gap. So a text on which drafting never pays takes at most 2 % longer than se
 attempt; and drafting returns by itself, one attempt at a time, as soon as the gap is filled.
 
 The first pass of a number of rows may have compiled kernels, seconds that say nothing about the text or the next pass:
-it is charged a step a row at most, and its time is forgotten as soon as another is known.
+one that took more than a step a row is charged no more than that, and its time is forgotten once another is known.
 
 Of a proposal as many drafts are verified as bring the most: with p_i the chance that draft i is accepted after
 those before it, k drafts are worth 1 + p_1 + p_1 p_2 + .. tokens and cost one pass of k + 1 rows. The chances are the
@@ -45,7 +45,7 @@ class Admission:
     def __init__(self, block_size: int):
         self.credit = _FIRST_CREDIT
         self._serial: deque[float] = deque(maxlen=_MEDIAN_OF)
-        self._verify: dict[int, deque[float]] = {}  # seconds of passes by their rows, without the first
+        self._verify: dict[int, deque[float]] = {}  # seconds of passes by their rows
         self._first: dict[int, float] = {}
         self._shift = [0.0] * block_size
         self._seen = self._cycles = self._declined = 0
@@ -95,11 +95,12 @@ class Admission:
         self._cycles += 1
         self._declined = 0
         rows, steps = drafts + 1, (seconds + self._draft) / self._step
-        if rows in self._first:
-            self._verify.setdefault(rows, deque(maxlen=_MEDIAN_OF)).append(seconds)
+        first = rows not in self._first
+        self._first.setdefault(rows, seconds)
+        if first and steps > rows:
+            steps = rows
         else:
-            self._first[rows] = seconds
-            steps = min(steps, rows)
+            self._verify.setdefault(rows, deque(maxlen=_MEDIAN_OF)).append(seconds)
         self._pay(steps)
         self._earn(accepted + 1)
 

@@ -117,7 +117,7 @@ def test_width_follows_confidence_and_cost():
 def test_useless_confidence_is_corrected():
     """Drafts that are always right under confidences that say never: after the probes they are verified again."""
     policy = ready()
-    widths = [cycle(policy, -6.0, 0.05, 5) for _ in range(42)]
+    widths = [cycle(policy, -6.0, 0.05, 5) for _ in range(40)]
     assert widths[:2] == [BLOCK, BLOCK] and widths[2:8] == [0] * 6 and widths[-10:] == [BLOCK] * 10
 
 
