@@ -86,6 +86,12 @@ __device__ __forceinline__ void read16_if(bool condition, uint4& v, const void* 
       : "l"(p), "r"((u32)condition));
 }
 
+// x, of which the compiler knows nothing.
+__device__ __forceinline__ u32 opaque(u32 x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
 // Reads of what is used once: they leave L1 to the rest.
 __device__ __forceinline__ u32 read4(const void* p) {
   u32 r;

@@ -42,8 +42,7 @@ GATE_UP_FEW_SOURCE = (
     typedef Few<F, true> W;
     constexpr int TABLES = W::TABLES > 1 ? W::TABLES : 0;
     uint4* const tables = (uint4*)dynamic_shared();
-    // Two sets of sums, used in turn, so that an item needs one barrier.
-    float* const part = (float*)(tables + TABLES + S * RING / 16);
+    float* const sums = (float*)(tables + TABLES + S * RING / 16);
     Stream<W, 2> stream(ring_of(tables + TABLES, warp));
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {
@@ -63,7 +62,7 @@ GATE_UP_FEW_SOURCE = (
     stream.fill(next);
     W::stage(tables);
     __syncthreads();
-    for (int item = blockIdx.x, set = 0; item < items; item += gridDim.x, set ^= 1) {
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const Run run = run_of(item);
       const unsigned long long riders = chosen_by(experts[item / tiles]);
       const int count = __popcll(riders);
@@ -75,7 +74,7 @@ GATE_UP_FEW_SOURCE = (
       stream.multiply_run(w, run, next, [&] { columns.read(S * W::UNIT); }, [&](W(&now)[2], bool) {
         W::multiply_both(now, gate, up, columns, t, tables);
       });
-      float* const sums = part + set * (2 * S * 128);
+      __syncthreads();  // the sums of the item before are read
       for (int c = 0; c < 4; c++) {
         sums[warp * 128 + 32 * c + lane] = gate[0][c];
         sums[(S + warp) * 128 + 32 * c + lane] = up[0][c];

@@ -13,42 +13,47 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
   return sum;
 }
 
-// IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them: 8 copies of
-// the grid and 16 of the 128 patterns of signs, each read by the lanes whose banks it fills.
+// IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them. Row i of 256
+// bytes: 8 copies of entry i of the grid, 32 of the signs of seven bits i / 2; a lane reads the copies in its banks. So
+// an address is a byte of the codes before a byte that belongs to the lane: one byte permutation.
 struct WideIq2 : Weight<IQ2_XXS> {
-  static constexpr int GRID = 256 * 8, TABLES = GRID + 128 * 16 / 4;  // in uint4
+  static constexpr int TABLES = 256 * 16;  // in uint4
   // By all threads; needs a barrier before use.
   static __device__ __forceinline__ void stage(uint4* tables) {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < GRID; i += blockDim.x) {
-      const u32 low = IQ2_WORDS[2 * (i / 8)], high = IQ2_WORDS[2 * (i / 8) + 1];
-      tables[i] = make_uint4(low_pair(low), high_pair(low), low_pair(high), high_pair(high));
-    }
-    u32* signs = (u32*)(tables + GRID);
-    for (int i = threadIdx.x; i < 128 * 16; i += blockDim.x) {
-      u32 s = i / 16;
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
+      const u32 low = IQ2_WORDS[2 * i], high = IQ2_WORDS[2 * i + 1];
+      const uint4 v = make_uint4(low_pair(low), high_pair(low), low_pair(high), high_pair(high));
+      u32 s = i / 2;
       s |= (__popc(s) & 1) << 7;
       s = (s & 0x55) | ((s & 0xaa) << 15);  // even columns in the low half, odd ones in the high half
-      signs[i] = (s << 15 & 0x80008000u) | (s << 12 & 0x40004000u) | (s << 9 & 0x20002000u) | (s << 6 & 0x10001000u);
+      s = (s << 15 & 0x80008000u) | (s << 12 & 0x40004000u) | (s << 9 & 0x20002000u) | (s << 6 & 0x10001000u);
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        uint4* const copies = tables + 16 * i + ((c + i) & 7);  // lanes begin in different banks
+        copies[0] = v;
+        copies[8] = make_uint4(s, s, s, s);
+      }
     }
   }
   // Block j of a step: fragments of A and the scales of rows g and g + 8.
   __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, int t, const uint4* tables) const {
     const int lane = threadIdx.x & 31;
-    const unsigned char* const grid = (const unsigned char*)(tables + (lane & 7));
-    const unsigned char* const signs = (const unsigned char*)(tables + GRID) + 4 * (lane & 15);
+    const unsigned char* const table = (const unsigned char*)tables;
+    const u32 of_grid = 16 * (lane & 7), of_signs = 128 + 4 * lane, byte_t = 0x5504 + (t << 4);
+    // The t-th seven bits go to the top; a multiplication leaves the pipe of logical instructions, which is the fuller one, alone.
+    const u32 power = opaque(1u << (25 - 7 * t));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
-      // 128 times byte t, 64 times the t-th seven bits
-      const uint4 v = *(const uint4*)(grid + (__funnelshift_r(index, index, 25 + 8 * t) & 0x7f80));
-      const u32 sign = *(const u32*)(signs + (__funnelshift_r(rest, rest, 26 + 7 * t) & 0x1fc0));
+      const uint4 v = *(const uint4*)(table + __byte_perm(index, of_grid, byte_t));
+      const u32 sign = *(const u32*)(table + __byte_perm(rest * power, of_signs, 0x5534));
       a[r][0] = v.x ^ (sign & 0x80008000u);
       a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
       a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
       a[r][3] = v.w ^ (sign << 3 & 0x80008000u);
       // d (2 s + 1) / 8, exact, by way of 4 + s / 4: the highest four bits go to where a float's fraction begins.
-      scale[r] = half_bits(d[r]) * (__int_as_float((rest >> 9 & 0x00780000u) | 0x40800000u) - 3.875f);
+      const float d8 = half_bits(d[r]);
+      scale[r] = fmaf(__int_as_float(__funnelshift_r(rest, 0x81u, 9) & 0xfff80000u), d8, -3.875f * d8);
     }
   }
 };

@@ -28,9 +28,9 @@ DOWN_WARPS = 4  # of a block; each goes its own way
 _DOWN_BLOCKS = 5  # at a time on a multiprocessor
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8
-# Of a block of gate and up: rings and sums, twice; IQ2_XXS has its tables besides.
-_GATE_UP_BYTES = GATE_UP_SPLIT * (RING + 2 * 2 * 512)
-_IQ2_TABLES = 40960
+# Of a block of gate and up: rings and sums; IQ2_XXS has its tables besides.
+_GATE_UP_BYTES = GATE_UP_SPLIT * (RING + 2 * 512)
+_IQ2_TABLES = 65536
 _GATE_UP_BLOCKS = 2  # at a time on a multiprocessor
 
 HEADER = (

@@ -236,6 +236,7 @@ static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
 static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }
+static u32 opaque(u32 x) { return x; }
 static u32 read4(const void* p) { return *(const u32*)p; }
 static uint2 read8(const void* p) { return *(const uint2*)p; }
 static uint4 read16(const void* p) { return *(const uint4*)p; }
