@@ -64,12 +64,6 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                "n"(BYTES)
                : "memory");
 }
-// 4 bytes, of which the first `bytes` are copied and the rest is zero.
-__device__ __forceinline__ void copy4_async(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
-               "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest GROUPS groups of this thread are there.
 template <int GROUPS>

@@ -43,7 +43,7 @@ GATE_UP_FEW_SOURCE = (
     constexpr int TABLES = W::TABLES > 1 ? W::TABLES : 0;
     uint4* const tables = (uint4*)dynamic_shared();
     float* const sums = (float*)(tables + TABLES + S * RING / 16);
-    Stream<W, 2> stream(ring_of(tables + TABLES, warp));
+    Stream<W, 2, S> stream(ring_of(tables + TABLES, warp));
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},

@@ -53,6 +53,7 @@ struct InOrder {
 };
 struct NoCopies {
   __device__ __forceinline__ void begin(const unsigned char*, int, int, int) {}
+  __device__ __forceinline__ void begin(int, const unsigned char*, int, int, int) {}
   __device__ __forceinline__ void copy(unsigned char*, int) {}
 };
 template <bool CONDITION, class A, class B>
@@ -60,22 +61,33 @@ struct Either { typedef A type; };
 template <class A, class B>
 struct Either<false, A, B> { typedef B type; };
 
-// IQ2_XXS has two bytes of scales for two steps, less than a copy: four bytes are copied, of which they are one half,
-// or they alone where the other half would lie behind the row.
+// IQ2_XXS has two bytes of scales for two steps, less than a copy: the four bytes at a multiple of four are copied, of
+// which they are one half. (The others may lie outside of the plane, but not of what may be read.) Lanes are the rows of
+// one matrix, then of another. STEP: as Stream has it.
+template <class W, int MS, int STEP>
 struct HalfCopies {
+  // Whether all copies of a run hold the same half.
+  static constexpr bool SAME_HALF = STEP != 0 && STEP % 4 == 0;
   const unsigned char* from;
-  int unit, last;
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last_row, int first) {
-    from = plane + min((int)threadIdx.x & 15, last_row) * stride;
+  int unit;
+  __device__ __forceinline__ void begin(int m, const unsigned char* plane, int stride, int last, int first) {
+    const int lane = threadIdx.x & 31;
+    if (lane / 16 != m) return;
+    from = plane + min(lane & 15, last) * stride;
     unit = first;
-    last = stride / 2 - 1;
+    if (SAME_HALF) from = whole();
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+  __device__ __forceinline__ const unsigned char* whole() const {
     const unsigned char* const p = from + unit / 2 * 2;
-    const int second = (size_t)p & 2;
-    if ((threadIdx.x & 31) < 16)
-      copy4_async(to + 4 * (threadIdx.x & 15), p - second, second || unit / 2 < last ? 4 : 2);
-    unit += step;
+    return p - ((size_t)p & 2);
+  }
+  __device__ __forceinline__ void copy(unsigned char* slot, int step) {
+    const int lane = threadIdx.x & 31;
+    if (lane / 16 < MS)
+      copy_async<4>(
+          slot + lane / 16 * Slot<W>::BYTES + Slot<W>::CODES + 4 * (lane & 15), SAME_HALF ? from : whole());
+    if (SAME_HALF) from += step;
+    else unit += step;
   }
 };
 
@@ -138,36 +150,41 @@ struct HeldRow {
 };
 
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
-// `next`, a function that calls open() and returns true, or false when there is none.
-template <class W, int MS, int BYTES = RING>
+// `next`, a function that calls open() and returns true, or false when there is none. STEP: that of all runs, 0 if they
+// differ.
+template <class W, int MS, int STEP = 0, int BYTES = RING>
 struct Stream {
   static constexpr int F = W::FORMAT, SIZE = MS * Slot<W>::BYTES, D = BYTES / SIZE < 4 ? BYTES / SIZE : 4;
   static_assert(D > 0 && SIZE % 16 == 0, "");
+  typedef HalfCopies<W, MS, STEP> Halves;
   struct Matrix {
     PlaneCopies<W::CODES, 16, 16, Slot<W>> codes;
     typedef PlaneCopies<W::SCALES, W::PIECE ? W::PIECE : 4, F == FP8 ? 1 : 16, InOrder> Scales;
-    typename Either<F == IQ2_XXS, HalfCopies, Scales>::type scales;
+    typename Either<F == IQ2_XXS, NoCopies, Scales>::type scales;
     typename Either<W::SUPERS != 0, PlaneCopies<4, 4, 16, InOrder>, NoCopies>::type supers;
   };
   Matrix from[MS];
+  typename Either<F == IQ2_XXS, Halves, NoCopies>::type halves;
   unsigned char* ring;
-  int left, step, in, out;
+  int left, some_step, at;  // at: of the slot that is read next, and then filled anew
 
-  __device__ __forceinline__ explicit Stream(unsigned char* ring) : ring(ring), left(0), step(0), in(0), out(0) {}
+  __device__ __forceinline__ explicit Stream(unsigned char* ring) : ring(ring), left(0), some_step(0), at(0) {}
+  __device__ __forceinline__ int step() const { return STEP ? STEP : some_step; }
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
     const RowBytes stride = row_bytes<F>(run.K);
     const int last = run.N - 1 - 16 * run.tile;
-    left = run.first < run.end ? (run.end - run.first + run.step - 1) / run.step : 0;
-    step = run.step;
+    some_step = run.step;
+    left = run.first < run.end ? (run.end - run.first + step() - 1) / step() : 0;
 #pragma unroll
     for (int m = 0; m < MS; m++) {
       const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
       from[m].codes.begin(p.codes, stride.codes, last, run.first);
       from[m].scales.begin(p.scales, stride.scales, last, run.first);
       from[m].supers.begin(p.supers, stride.supers, last, run.first);
+      halves.begin(m, p.scales, stride.scales, last, run.first);
     }
   }
-  // Sends the copies of one step on their way, if there is one.
+  // Sends the copies of one step on their way, if there is one, and goes on to the next slot.
   template <class Next>
   __device__ __forceinline__ void send(Next next) {
     while (left == 0)
@@ -176,14 +193,15 @@ struct Stream {
       left--;
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        unsigned char* const slot = ring + in * SIZE + m * Slot<W>::BYTES;
-        from[m].codes.copy(slot, step);
-        from[m].scales.copy(slot + Slot<W>::CODES, step);
-        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step);
+        unsigned char* const slot = ring + at + m * Slot<W>::BYTES;
+        from[m].codes.copy(slot, step());
+        from[m].scales.copy(slot + Slot<W>::CODES, step());
+        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step());
       }
-      in = in + 1 == D ? 0 : in + 1;
+      halves.copy(ring + at, step());
     }
     commit_copies();
+    at = at == (D - 1) * SIZE ? 0 : at + SIZE;
   }
   template <class Next>
   __device__ __forceinline__ void fill(Next next) {
@@ -198,21 +216,21 @@ struct Stream {
     const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
     W now[MS];
 #pragma unroll 1
-    for (int unit = run.first; unit < run.end; unit += run.step) {
+    for (int unit = run.first; unit < run.end; unit += step()) {
       read();
       wait_for_copies_but<D - 1>();
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        const int odd = (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1;
-        now[m].load(InRing<W>(ring + out * SIZE + m * Slot<W>::BYTES, odd), unit);
+        const int block = (Halves::SAME_HALF ? run.first : unit) / 2;
+        const int odd = (phase + block + ((size_t)w[m].scales >> 1)) & 1;
+        now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, odd), unit);
       }
-      out = out + 1 == D ? 0 : out + 1;
       if (EARLY) {
         __syncwarp();
         send(next);
       }
-      multiply(now, unit + run.step >= run.end);
+      multiply(now, unit + step() >= run.end);
       if (!EARLY) {
         __syncwarp();
         send(next);

@@ -218,10 +218,6 @@ static void* dynamic_shared() {
 template <int BYTES>
 static void copy_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from, BYTES, groups[threadIdx.x]}); }
 static void copy16_async(void* to, const void* from) { copy_async<16>(to, from); }
-static void copy4_async(void* to, const void* from, int bytes) {
-  memset(to, 0, 4);
-  copies[threadIdx.x].push_back({to, from, bytes, groups[threadIdx.x]});
-}
 static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {
   std::vector<Copy> later;
