@@ -39,11 +39,13 @@ __device__ __forceinline__ void mma_new(float (&c)[4], u32 a0, u32 a1, u32 a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
 }
 
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
 // b0 and b1 of 16 rows of 8 columns in shared memory that lie as rows; lanes 0 .. 15 give the rows' addresses.
 __device__ __forceinline__ void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(b0), "=r"(b1)
-               : "r"((u32)__cvta_generic_to_shared(p)));
+               : "r"(shared_address(p)));
 }
 
 // Shared memory whose size the launch gives; all of a kernel's arrays there lie behind this pointer.
@@ -51,16 +53,32 @@ __device__ __forceinline__ void* dynamic_shared() {
   extern __shared__ uint4 ds4_dynamic_shared[];
   return ds4_dynamic_shared;
 }
+__device__ __forceinline__ u32 read4_shared(u32 address) {
+  u32 r;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address));
+  return r;
+}
+__device__ __forceinline__ uint4 read16_shared(u32 address) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(address));
+  return r;
+}
+// A barrier of the `threads` threads of one team of a block.
+__device__ __forceinline__ void sync_team(int team, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+}
 // 16 bytes to shared memory, on their way until this thread waits for all of its copies.
 __device__ __forceinline__ void copy16_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                : "memory");
 }
 // 4, 8 or 16 bytes likewise; the copies since the last commit_copies() are a group.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   if constexpr (BYTES == 16) return copy16_async(to, from);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
                "n"(BYTES)
                : "memory");
 }

@@ -27,60 +27,67 @@ _DISTINCT = """
     }
     const int distinct = __popcll(firsts);
     __shared__ int experts[64];
-    for (int k = threadIdx.x; k < distinct; k += 32 * S) experts[k] = chosen[pair_of(firsts, k)];
+    for (int k = threadIdx.x; k < distinct; k += blockDim.x) experts[k] = chosen[pair_of(firsts, k)];
     __syncthreads();
 """
 
 GATE_UP_FEW_SOURCE = (
     """
-    // Blocks go round the items (distinct expert, tile): 16 rows of gate and up, for all pairs with this expert. The S
-    // warps of a block take units of the width in turn; their rings run on through the items.
+    // Teams of S warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for all pairs
+    // with this expert. The warps of a team take units of the width in turn; their rings run on through the items.
 """
     + _PAIRS
     + _DISTINCT
     + """
     typedef Few<F, true> W;
-    constexpr int TABLES = W::TABLES > 1 ? W::TABLES : 0;
-    uint4* const tables = (uint4*)dynamic_shared();
-    float* const sums = (float*)(tables + TABLES + S * RING / 16);
-    Stream<W, 2, S> stream(ring_of(tables + TABLES, warp));
+    const int team = warp / S, member = warp % S;
+    // Tables at a multiple of their size, if there are any; rings before them and behind them.
+    unsigned char *const start = (unsigned char*)dynamic_shared(), *tables = start;
+    if (W::TABLES) tables += -shared_address(start) & (W::TABLES - 1);
+    const int before = (tables - start) / RING;
+    unsigned char* const behind = tables + W::TABLES - before * RING;
+    Stream<W, 2, S> stream((warp < before ? start : behind) + warp * RING);
+    // Two sets of sums, used in turn, so that an item needs one barrier.
+    float* const part = (float*)(behind + TEAMS * S * RING) + team * (2 * 2 * S * 128);
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
         {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
     const int K = width_of(x_shape, x_ndim), N = codes1_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
     auto run_of = [&](int item) {
-      return Run{(size_t)experts[item / tiles] * N, item % tiles, N, K, warp, S, K / W::UNIT};
+      return Run{(size_t)experts[item / tiles] * N, item % tiles, N, K, member, S, K / W::UNIT};
     };
-    int sent = blockIdx.x;
+    const int first = team * gridDim.x + blockIdx.x, stride = TEAMS * gridDim.x;
+    int sent = first;
     auto next = [&] {
       if (sent >= items) return false;
       stream.open(w, run_of(sent));
-      sent += gridDim.x;
+      sent += stride;
       return true;
     };
     stream.fill(next);
-    W::stage(tables);
+    W::stage((uint4*)tables);
     __syncthreads();
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const typename W::Reader reader((const uint4*)tables, t);
+    for (int item = first, set = 0; item < items; item += stride, set ^= 1) {
       const Run run = run_of(item);
       const unsigned long long riders = chosen_by(experts[item / tiles]);
       const int count = __popcll(riders);
       const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K;
-      HeldRow<W> columns(row + (warp - S) * W::UNIT + t * W::LANE_COLUMNS, g < count);
+      HeldRow<W> columns(row + (member - S) * W::UNIT + t * W::LANE_COLUMNS, g < count);
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
       stream.multiply_run(w, run, next, [&] { columns.read(S * W::UNIT); }, [&](W(&now)[2], bool) {
-        W::multiply_both(now, gate, up, columns, t, tables);
+        W::multiply_both(now, gate, up, columns, reader);
       });
-      __syncthreads();  // the sums of the item before are read
+      float* const sums = part + set * (2 * S * 128);
       for (int c = 0; c < 4; c++) {
-        sums[warp * 128 + 32 * c + lane] = gate[0][c];
-        sums[(S + warp) * 128 + 32 * c + lane] = up[0][c];
+        sums[member * 128 + 32 * c + lane] = gate[0][c];
+        sums[(S + member) * 128 + 32 * c + lane] = up[0][c];
       }
-      __syncthreads();
-      for (int e = threadIdx.x; e < 128; e += 32 * S) {
+      sync_team(team, 32 * S);
+      for (int e = 32 * member + lane; e < 128; e += 32 * S) {
         const int c = e / 32, n = 2 * t + (c & 1), r = 16 * run.tile + g + 8 * (c >> 1);
         if (n >= count || r >= N) continue;
         float a = 0.f, b = 0.f;

@@ -14,10 +14,10 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
 }
 
 // IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them. Row i of 256
-// bytes: 8 copies of entry i of the grid, 32 of the signs of seven bits i / 2; a lane reads the copies in its banks. So
-// an address is a byte of the codes before a byte that belongs to the lane: one byte permutation.
+// bytes: 8 copies of entry i of the grid, 32 of the signs of the seven bits i / 2; a lane reads those in its banks. The
+// table lies at a multiple of its size, so one byte permutation makes an address: a byte of the codes in the lane's own.
 struct WideIq2 : Weight<IQ2_XXS> {
-  static constexpr int TABLES = 256 * 16;  // in uint4
+  static constexpr int TABLES = 65536;  // bytes
   // By all threads; needs a barrier before use.
   static __device__ __forceinline__ void stage(uint4* tables) {
     for (int i = threadIdx.x; i < 256; i += blockDim.x) {
@@ -35,18 +35,25 @@ struct WideIq2 : Weight<IQ2_XXS> {
       }
     }
   }
+  // What a lane reads the tables with: its addresses of row 0; the byte permutation that takes index t; the power of two
+  // that moves the t-th seven bits to the top, in a multiplication, since shifts share a pipe with all logic.
+  struct Reader {
+    u32 grid, signs, byte_t, power;
+    __device__ __forceinline__ Reader(const uint4* tables, int t) {
+      const u32 lane = threadIdx.x & 31, table = shared_address(tables);
+      grid = opaque(table + 16 * (lane & 7));
+      signs = opaque(table + 128 + 4 * lane);
+      byte_t = opaque(0x7604 + (t << 4));
+      power = opaque(1u << (25 - 7 * t));
+    }
+  };
   // Block j of a step: fragments of A and the scales of rows g and g + 8.
-  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, int t, const uint4* tables) const {
-    const int lane = threadIdx.x & 31;
-    const unsigned char* const table = (const unsigned char*)tables;
-    const u32 of_grid = 16 * (lane & 7), of_signs = 128 + 4 * lane, byte_t = 0x5504 + (t << 4);
-    // The t-th seven bits go to the top; a multiplication leaves the pipe of logical instructions, which is the fuller one, alone.
-    const u32 power = opaque(1u << (25 - 7 * t));
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, const Reader& reader) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
-      const uint4 v = *(const uint4*)(table + __byte_perm(index, of_grid, byte_t));
-      const u32 sign = *(const u32*)(table + __byte_perm(rest * power, of_signs, 0x5534));
+      const uint4 v = read16_shared(__byte_perm(index, reader.grid, reader.byte_t));
+      const u32 sign = read4_shared(__byte_perm(rest * reader.power, reader.signs, 0x7634));
       a[r][0] = v.x ^ (sign & 0x80008000u);
       a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
       a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
@@ -69,21 +76,26 @@ struct Kept {
 // How few rows multiply a step of gate and of up. WIDE where the block has room for wide tables.
 template <int F, bool WIDE>
 struct Few : Weight<F> {
-  static constexpr int TABLES = 1;
+  static constexpr int TABLES = 0;
   static __device__ __forceinline__ void stage(uint4*) {}
+  struct Reader {
+    const uint4* grid;
+    int t;
+    __device__ __forceinline__ Reader(const uint4* grid, int t) : grid(grid), t(t) {}
+  };
   template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, const Reader& reader) {
     const Kept<X> kept = {x};
-    w[0].multiply(one, kept, t, tables);
-    w[1].multiply(two, kept, t, tables);
+    w[0].multiply(one, kept, reader.t, reader.grid);
+    w[1].multiply(two, kept, reader.t, reader.grid);
   }
 };
 template <>
 struct Few<IQ2_XXS, true> : WideIq2 {
   template <class X>
   static __device__ __forceinline__ void multiply_both(
-      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, int t, const uint4* tables) {
+      Few (&w)[2], float (&one)[1][4], float (&two)[1][4], const X& x, const Reader& reader) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 v = x.octet(0, 32 * j);
@@ -91,7 +103,7 @@ struct Few<IQ2_XXS, true> : WideIq2 {
       for (int m = 0; m < 2; m++) {
         u32 a[2][4];
         float scale[2], p[4];
-        w[m].decode(a, scale, j, t, tables);
+        w[m].decode(a, scale, j, reader);
         block32(p, a, v);
         add_scaled(m ? two[0] : one[0], p, scale[0], scale[1]);
       }
@@ -107,13 +119,14 @@ __device__ __forceinline__ void two_products(
   typedef Few<F, false> W;
   const Planes both[2] = {w1, w2};
   const int t = threadIdx.x & 3;
+  const typename W::Reader reader(tables, t);
   Stream<W, 2> stream(ring);
   stream.open(both, run);
   stream.fill(NoneNext());
   HeldRow<W> columns(x.p[0] + (run.first - run.step) * W::UNIT + t * W::LANE_COLUMNS, x.real);
   auto read = [&] { columns.read(run.step * W::UNIT); };
   stream.multiply_run(both, run, NoneNext(), read, [&](W(&now)[2], bool) {
-    W::multiply_both(now, one, two, columns, t, tables);
+    W::multiply_both(now, one, two, columns, reader);
   });
 }
 

@@ -28,10 +28,11 @@ DOWN_WARPS = 4  # of a block; each goes its own way
 _DOWN_BLOCKS = 5  # at a time on a multiprocessor
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8
-# Of a block of gate and up: rings and sums; IQ2_XXS has its tables besides.
-_GATE_UP_BYTES = GATE_UP_SPLIT * (RING + 2 * 512)
-_IQ2_TABLES = 65536
-_GATE_UP_BLOCKS = 2  # at a time on a multiprocessor
+GATE_UP_TEAMS = 2  # of a block, the only one at a time on a multiprocessor
+# Rings of its warps and sums, twice. IQ2_XXS has a table at a multiple of its size: rings lie before it and behind it,
+# and less than one is lost.
+_GATE_UP_BYTES = GATE_UP_TEAMS * GATE_UP_SPLIT * (RING + 2 * 2 * 512)
+_WIDE_BYTES = 65536 + RING
 
 HEADER = (
     PTX + f"#include <cuda_fp16.h>\n#define DS4_RING {RING}\n"
@@ -108,8 +109,8 @@ _gate_up_few = {
         GATE_UP_FEW_SOURCE,
         "expert_matmul",
         FEW_HEADER,
-        shared_memory=_GATE_UP_BYTES + _IQ2_TABLES * wide,
-        cuda_bounds=(32 * GATE_UP_SPLIT, _GATE_UP_BLOCKS),
+        shared_memory=_GATE_UP_BYTES + _WIDE_BYTES * wide,
+        cuda_bounds=(32 * GATE_UP_SPLIT * GATE_UP_TEAMS, 1),
     )
     for wide in (False, True)
 }
@@ -154,14 +155,15 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
 def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
     F = gate["codes"].shape[1]
-    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "SLOTS": chosen.shape[1]}
+    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "TEAMS": GATE_UP_TEAMS, "SLOTS": chosen.shape[1]}
     template["LIMIT_BITS"] = float_bits(limit)
-    blocks = min(ceil_div(F, 16) * chosen.size, _GATE_UP_BLOCKS * SMS)
+    blocks = min(ceil_div(ceil_div(F, 16) * chosen.size, GATE_UP_TEAMS), SMS)
+    threads = 32 * GATE_UP_SPLIT * GATE_UP_TEAMS
     return _gate_up_few[format == "IQ2_XXS"](
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
-        grid=(blocks * 32 * GATE_UP_SPLIT, 1, 1),
-        threadgroup=(32 * GATE_UP_SPLIT, 1, 1),
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(*chosen.shape, F)],
         output_dtypes=[mx.bfloat16],
     )[0]

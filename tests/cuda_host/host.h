@@ -75,7 +75,8 @@ template <class T>
 static T __ldg(const T* p) { return *p; }
 
 // Fibers.
-enum Wait { NOTHING, WARP, BLOCK, DONE };
+enum Wait { NOTHING, WARP, TEAM, BLOCK, DONE };
+static int team_threads = 1024;
 struct Fiber {
   void* sp;
   std::vector<uint8_t> stack;
@@ -121,6 +122,8 @@ static void run_block(int threads) {
     going = false;
     for (int w = 0; w < threads; w += 32)
       while (release(w, w + 32, WARP)) going = true;
+    for (int w = 0; w < threads; w += team_threads)
+      going |= release(w, min(w + team_threads, threads), TEAM);
     going |= release(0, threads, BLOCK);
   }
   for (Fiber& f : fibers)
@@ -212,8 +215,16 @@ static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   b0 = out[0], b1 = out[1];
 }
 static void* dynamic_shared() {
-  static uint4 bytes[227 * 1024 / sizeof(uint4)];  // what a block of an H200 may have
-  return bytes;
+  alignas(65536) static uint4 bytes[228 * 1024 / sizeof(uint4)];  // of an H200's block, of which 1 KB is taken
+  return bytes + 64;
+}
+static u32 shared_address(const void* p) { return u32((const char*)p - (const char*)dynamic_shared() + 1024); }
+static const char* at_shared(u32 address) { return (const char*)dynamic_shared() - 1024 + address; }
+static u32 read4_shared(u32 address) { return *(const u32*)at_shared(address); }
+static uint4 read16_shared(u32 address) { return *(const uint4*)at_shared(address); }
+static void sync_team(int, int threads) {
+  team_threads = threads;
+  wait_for(TEAM);
 }
 template <int BYTES>
 static void copy_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from, BYTES, groups[threadIdx.x]}); }
