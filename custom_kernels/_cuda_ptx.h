@@ -58,6 +58,21 @@ __device__ __forceinline__ u32 read4_shared(u32 address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address));
   return r;
 }
+__device__ __forceinline__ u32 read1_shared(u32 address) {
+  u32 r;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(r) : "r"(address));
+  return r;
+}
+__device__ __forceinline__ u32 read2_shared(u32 address) {
+  unsigned short r;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(address));
+  return r;
+}
+__device__ __forceinline__ uint2 read8_shared(u32 address) {
+  uint2 r;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address));
+  return r;
+}
 __device__ __forceinline__ uint4 read16_shared(u32 address) {
   uint4 r;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -69,19 +84,16 @@ __device__ __forceinline__ uint4 read16_shared(u32 address) {
 __device__ __forceinline__ void sync_team(int team, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
 }
-// 16 bytes to shared memory, on their way until this thread waits for all of its copies.
-__device__ __forceinline__ void copy16_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
-}
-// 4, 8 or 16 bytes likewise; the copies since the last commit_copies() are a group.
+// 4, 8 or 16 bytes to shared memory, on their way until this thread waits for them; the copies since the last
+// commit_copies() are a group.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  if constexpr (BYTES == 16) return copy16_async(to, from);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
-               "n"(BYTES)
-               : "memory");
+__device__ __forceinline__ void copy_async(u32 to, const void* from) {
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
+__device__ __forceinline__ void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest GROUPS groups of this thread are there.
 template <int GROUPS>

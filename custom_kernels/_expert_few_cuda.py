@@ -46,7 +46,7 @@ GATE_UP_FEW_SOURCE = (
     if (W::TABLES) tables += -shared_address(start) & (W::TABLES - 1);
     const int before = (tables - start) / RING;
     unsigned char* const behind = tables + W::TABLES - before * RING;
-    Stream<W, 2, S> stream((warp < before ? start : behind) + warp * RING);
+    Stream<W, 2, S> stream(ring_of(warp < before ? start : behind, warp));
     // Two sets of sums, used in turn, so that an item needs one barrier.
     float* const part = (float*)(behind + TEAMS * S * RING) + team * (2 * 2 * S * 128);
     const float LIMIT = __int_as_float(LIMIT_BITS);
@@ -74,11 +74,11 @@ GATE_UP_FEW_SOURCE = (
       const unsigned long long riders = chosen_by(experts[item / tiles]);
       const int count = __popcll(riders);
       const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K;
-      HeldRow<W> columns(row + (member - S) * W::UNIT + t * W::LANE_COLUMNS, g < count);
+      HeldRow<W> columns(row + t * W::LANE_COLUMNS, opaque(g < count));
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
-      stream.multiply_run(w, run, next, [&] { columns.read(S * W::UNIT); }, [&](W(&now)[2], bool) {
+      stream.multiply_run(w, run, next, [&](int unit) { columns.read(unit * W::UNIT); }, [&](W(&now)[2], bool) {
         W::multiply_both(now, gate, up, columns, reader);
       });
       float* const sums = part + set * (2 * S * 128);
@@ -119,7 +119,7 @@ DOWN_FEW_SOURCE = (
       __syncthreads();
     }
     __shared__ uint4 rings[S * RING / 16];
-    unsigned char* const ring = ring_of(rings, warp);
+    const u32 ring = ring_of(rings, warp);
     typedef Weight<F> W;
     const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
     const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
@@ -146,7 +146,7 @@ DOWN_FEW_SOURCE = (
       float acc[1][4], before[4] = {0.f, 0.f, 0.f, 0.f};
       clear(acc);
       int unit = 0;
-      stream.multiply_run(w, run, next, [] {}, [&](W(&now)[1], bool last) {
+      stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool last) {
         if (unit++ == half) {
           for (int c = 0; c < 4; c++) before[c] = acc[0][c];
           clear(acc);
@@ -183,7 +183,7 @@ DOWN_FEW_SOURCE = (
         for (int s = 0; s < SS; s++) {
           float acc[1][4];
           clear(acc);
-          shares.multiply_run(ws, share_of(s), next_share, [] {}, [&](Ws(&now)[1], bool last) {
+          shares.multiply_run(ws, share_of(s), next_share, [](int) {}, [&](Ws(&now)[1], bool last) {
             columns.real &= !last || s + 1 < SS;
             columns.following = last ? row + (s + 1) * Ws::UNIT : columns.following + SS * Ws::UNIT;
             now[0].multiply(acc, columns, t, grid_s);

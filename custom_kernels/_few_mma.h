@@ -115,7 +115,7 @@ struct Few<IQ2_XXS, true> : WideIq2 {
 template <int F>
 __device__ __forceinline__ void two_products(
     float (&one)[1][4], float (&two)[1][4], const Planes& w1, const Planes& w2, const Run& run, const Rows<1>& x,
-    const uint4* tables, unsigned char* ring) {
+    const uint4* tables, u32 ring) {
   typedef Few<F, false> W;
   const Planes both[2] = {w1, w2};
   const int t = threadIdx.x & 3;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void two_products(
   Stream<W, 2> stream(ring);
   stream.open(both, run);
   stream.fill(NoneNext());
-  HeldRow<W> columns(x.p[0] + (run.first - run.step) * W::UNIT + t * W::LANE_COLUMNS, x.real);
-  auto read = [&] { columns.read(run.step * W::UNIT); };
+  HeldRow<W> columns(x.p[0] + t * W::LANE_COLUMNS, x.real);
+  auto read = [&](int unit) { columns.read(unit * W::UNIT); };
   stream.multiply_run(both, run, NoneNext(), read, [&](W(&now)[2], bool) {
     W::multiply_both(now, one, two, columns, reader);
   });

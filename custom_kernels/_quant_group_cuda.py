@@ -246,7 +246,7 @@ _SHARED_SOURCE = """
     Rows<1> rows;
     rows.p[0] = (const bf16*)x + (size_t)min(g, M - 1) * K;
     rows.real = g < M;
-    unsigned char* const ring = ring_of(rings, warp);
+    const u32 ring = ring_of(rings, warp);
     float gate[1][4], up[1][4];
     clear(gate);
     clear(up);

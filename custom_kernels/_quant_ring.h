@@ -8,8 +8,9 @@
 namespace ds4 {
 
 constexpr int RING = DS4_RING;  // bytes of a warp
-__device__ __forceinline__ unsigned char* ring_of(uint4* rings, int warp) {
-  return (unsigned char*)rings + warp * RING;
+// The address of a warp's ring in shared memory, of which no compiler makes anew what one register can hold.
+__device__ __forceinline__ u32 ring_of(const void* rings, int warp) {
+  return opaque(shared_address(rings) + warp * RING);
 }
 
 template <class W>
@@ -37,15 +38,16 @@ struct PlaneCopies {
     }
     from = plane + first * BYTES + at[0];
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+  // `steps` behind the first.
+  __device__ __forceinline__ void copy(u32 to, u32 steps) const {
+    const unsigned char* const here = from + (size_t)steps * BYTES;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int q = (threadIdx.x & 31) + 32 * i, row = q / PIECES;
       if (ALL % 32 == 0 || q < ALL)
         copy_async<PIECE>(
-            to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), i == 0 ? from : from + after[i]);
+            to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), i == 0 ? here : here + after[i]);
     }
-    from += step * BYTES;
   }
 };
 struct InOrder {
@@ -54,7 +56,7 @@ struct InOrder {
 struct NoCopies {
   __device__ __forceinline__ void begin(const unsigned char*, int, int, int) {}
   __device__ __forceinline__ void begin(int, const unsigned char*, int, int, int) {}
-  __device__ __forceinline__ void copy(unsigned char*, int) {}
+  __device__ __forceinline__ void copy(u32, u32) const {}
 };
 template <bool CONDITION, class A, class B>
 struct Either { typedef A type; };
@@ -68,57 +70,52 @@ template <class W, int MS, int STEP>
 struct HalfCopies {
   // Whether all copies of a run hold the same half.
   static constexpr bool SAME_HALF = STEP != 0 && STEP % 4 == 0;
-  const unsigned char* from;
-  int unit;
-  __device__ __forceinline__ void begin(int m, const unsigned char* plane, int stride, int last, int first) {
+  const unsigned char* from;  // of this lane's row
+  int first;
+  __device__ __forceinline__ void begin(int m, const unsigned char* plane, int stride, int last, int step) {
     const int lane = threadIdx.x & 31;
     if (lane / 16 != m) return;
     from = plane + min(lane & 15, last) * stride;
-    unit = first;
-    if (SAME_HALF) from = whole();
+    first = step;
+    if (SAME_HALF) from = whole(0);
   }
-  __device__ __forceinline__ const unsigned char* whole() const {
-    const unsigned char* const p = from + unit / 2 * 2;
+  __device__ __forceinline__ const unsigned char* whole(u32 steps) const {
+    const unsigned char* const p = from + (first + steps) / 2 * 2;
     return p - ((size_t)p & 2);
   }
-  __device__ __forceinline__ void copy(unsigned char* slot, int step) {
+  __device__ __forceinline__ void copy(u32 slot, u32 steps) const {
     const int lane = threadIdx.x & 31;
     if (lane / 16 < MS)
       copy_async<4>(
-          slot + lane / 16 * Slot<W>::BYTES + Slot<W>::CODES + 4 * (lane & 15), SAME_HALF ? from : whole());
-    if (SAME_HALF) from += step;
-    else unit += step;
+          slot + lane / 16 * Slot<W>::BYTES + Slot<W>::CODES + 4 * (lane & 15),
+          SAME_HALF ? from + (size_t)steps : whole(steps));
   }
 };
 
-// The bytes of a step in its slot; `odd`: which half of four bytes is the scale of IQ2_XXS, by its address.
+// The bytes of a step in its slot; `half`: which half of four bytes is the scale of IQ2_XXS, by its address.
 template <class W>
 struct InRing {
-  const unsigned char *codes, *scales, *supers;
-  int lane;
-  __device__ __forceinline__ InRing(const unsigned char* slot, int odd) {
+  u32 codes, lane, scales, supers;
+  __device__ __forceinline__ InRing(u32 slot, int half) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     codes = slot;
     lane = g * W::CODES + ((t * W::LANE_CODES) ^ Slot<W>::moved(g));
     scales = slot + Slot<W>::CODES + (W::FORMAT == FP8 ? 0 : g * Slot<W>::ROW + t * W::LANE_SCALES);
-    if (W::FORMAT == IQ2_XXS) scales += 2 * odd;
+    if (W::FORMAT == IQ2_XXS) scales += 2 * half;
     supers = slot + Slot<W>::CODES + Slot<W>::SCALES + g * W::SUPERS;
   }
-  __device__ __forceinline__ uint2 codes8(int r, int i) const {
-    return *(const uint2*)(codes + 8 * r * W::CODES + (lane ^ i));
+  __device__ __forceinline__ u32 place(int r, int i) const {
+    return codes + 8 * r * W::CODES + (W::SWIZZLE ? lane ^ i : lane + i);
   }
-  __device__ __forceinline__ uint4 codes16(int r, int i) const {
-    return *(const uint4*)(codes + 8 * r * W::CODES + (lane ^ i));
-  }
-  __device__ __forceinline__ uint2 scales8(int r) const { return *(const uint2*)(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ uint2 codes8(int r, int i) const { return read8_shared(place(r, i)); }
+  __device__ __forceinline__ uint4 codes16(int r, int i) const { return read16_shared(place(r, i)); }
+  __device__ __forceinline__ uint2 scales8(int r) const { return read8_shared(scales + 8 * r * Slot<W>::ROW); }
   __device__ __forceinline__ u32 scales4(int r, int i) const {
-    return *(const u32*)(scales + 8 * r * Slot<W>::ROW + i);
+    return read4_shared(scales + 8 * r * Slot<W>::ROW + i);
   }
-  __device__ __forceinline__ u32 scale1(int r) const { return scales[8 * r * Slot<W>::ROW]; }
-  __device__ __forceinline__ u32 half(int r, int) const {
-    return *(const unsigned short*)(scales + 8 * r * Slot<W>::ROW);
-  }
-  __device__ __forceinline__ u32 super(int r) const { return *(const u32*)(supers + 8 * r * W::SUPERS); }
+  __device__ __forceinline__ u32 scale1(int r) const { return read1_shared(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ u32 half(int r, int) const { return read2_shared(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ u32 super(int r) const { return read4_shared(supers + 8 * r * W::SUPERS); }
 };
 
 // A run of a warp's steps: units first, first + step, .. below `end` of the 16 rows from base + 16 tile on, of N.
@@ -140,10 +137,9 @@ struct HeldRow {
 #pragma unroll
     for (int i = 0; i < OCTETS; i++) v[i] = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void read(int columns) {
-    following += columns;
+  __device__ __forceinline__ void read(u32 column) {
 #pragma unroll
-    for (int i = 0; i < OCTETS; i++) read16_if(real, v[i], following + APART * i);
+    for (int i = 0; i < OCTETS; i++) read16_if(real, v[i], following + (size_t)column + APART * i);
   }
   __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART]; }
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
@@ -165,16 +161,17 @@ struct Stream {
   };
   Matrix from[MS];
   typename Either<F == IQ2_XXS, Halves, NoCopies>::type halves;
-  unsigned char* ring;
-  int left, some_step, at;  // at: of the slot that is read next, and then filled anew
+  u32 ring, at;  // at: of the slot that is read next, and then filled anew
+  int sent, steps, some_step;
 
-  __device__ __forceinline__ explicit Stream(unsigned char* ring) : ring(ring), left(0), some_step(0), at(0) {}
+  __device__ __forceinline__ explicit Stream(u32 ring) : ring(ring), at(0), sent(0), steps(0), some_step(0) {}
   __device__ __forceinline__ int step() const { return STEP ? STEP : some_step; }
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
     const RowBytes stride = row_bytes<F>(run.K);
     const int last = run.N - 1 - 16 * run.tile;
     some_step = run.step;
-    left = run.first < run.end ? (run.end - run.first + step() - 1) / step() : 0;
+    sent = 0;
+    steps = run.first < run.end ? (run.end - run.first + step() - 1) / step() : 0;
 #pragma unroll
     for (int m = 0; m < MS; m++) {
       const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
@@ -187,18 +184,18 @@ struct Stream {
   // Sends the copies of one step on their way, if there is one, and goes on to the next slot.
   template <class Next>
   __device__ __forceinline__ void send(Next next) {
-    while (left == 0)
+    while (sent == steps)
       if (!next()) break;
-    if (left > 0) {
-      left--;
+    if (sent < steps) {
+      const u32 ahead = sent++ * step();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        unsigned char* const slot = ring + at + m * Slot<W>::BYTES;
-        from[m].codes.copy(slot, step());
-        from[m].scales.copy(slot + Slot<W>::CODES, step());
-        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step());
+        const u32 slot = ring + at + m * Slot<W>::BYTES;
+        from[m].codes.copy(slot, ahead);
+        from[m].scales.copy(slot + Slot<W>::CODES, ahead);
+        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, ahead);
       }
-      halves.copy(ring + at, step());
+      halves.copy(ring + at, ahead);
     }
     commit_copies();
     at = at == (D - 1) * SIZE ? 0 : at + SIZE;
@@ -208,7 +205,7 @@ struct Stream {
 #pragma unroll 1
     for (int d = 0; d < D; d++) send(next);
   }
-  // The steps of the run that is next in the ring: read() before the wait, multiply(weights, whether it is the last).
+  // The steps of the run that is next in the ring: read(unit) before the wait, multiply(weights, whether it is the last).
   template <class Next, class Read, class Multiply>
   __device__ __forceinline__ void multiply_run(
       const Planes (&w)[MS], const Run& run, Next next, Read read, Multiply multiply) {
@@ -217,14 +214,14 @@ struct Stream {
     W now[MS];
 #pragma unroll 1
     for (int unit = run.first; unit < run.end; unit += step()) {
-      read();
+      read(unit);
       wait_for_copies_but<D - 1>();
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         const int block = (Halves::SAME_HALF ? run.first : unit) / 2;
-        const int odd = (phase + block + ((size_t)w[m].scales >> 1)) & 1;
-        now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, odd), unit);
+        const int half = (phase + block + ((size_t)w[m].scales >> 1)) & 1;
+        now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, half), unit);
       }
       if (EARLY) {
         __syncwarp();
@@ -246,7 +243,7 @@ struct NoneNext {
 // Adds the products of one run, with the columns of x.
 template <int F, int NT>
 __device__ __forceinline__ void product(
-    float (&acc)[NT][4], const Planes& w, const Run& run, const Rows<NT>& x, const uint4* grid, unsigned char* ring) {
+    float (&acc)[NT][4], const Planes& w, const Run& run, const Rows<NT>& x, const uint4* grid, u32 ring) {
   typedef Weight<F> W;
   const Planes matrix[1] = {w};
   const int t = threadIdx.x & 3;
@@ -256,7 +253,7 @@ __device__ __forceinline__ void product(
   if constexpr (NT == 1) {
     HeldRow<W> columns(x.p[0] + run.first * W::UNIT + t * W::LANE_COLUMNS, x.real && run.first < run.end);
     columns.read(0);
-    stream.multiply_run(matrix, run, NoneNext(), [] {}, [&](W(&now)[1], bool last) {
+    stream.multiply_run(matrix, run, NoneNext(), [](int) {}, [&](W(&now)[1], bool last) {
       columns.real &= !last;
       columns.following += run.step * W::UNIT;
       now[0].multiply(acc, columns, t, grid);
@@ -265,7 +262,7 @@ __device__ __forceinline__ void product(
     Rows<NT> columns;
 #pragma unroll
     for (int i = 0; i < NT; i++) columns.p[i] = x.p[i] + run.first * W::UNIT + t * W::LANE_COLUMNS;
-    stream.multiply_run(matrix, run, NoneNext(), [] {}, [&](W(&now)[1], bool) {
+    stream.multiply_run(matrix, run, NoneNext(), [](int) {}, [&](W(&now)[1], bool) {
       now[0].multiply(acc, columns, t, grid);
 #pragma unroll
       for (int i = 0; i < NT; i++) columns.p[i] += run.step * W::UNIT;

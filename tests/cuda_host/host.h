@@ -218,17 +218,23 @@ static void* dynamic_shared() {
   alignas(65536) static uint4 bytes[228 * 1024 / sizeof(uint4)];  // of an H200's block, of which 1 KB is taken
   return bytes + 64;
 }
+// Distances from what the hardware has at address 1024; static arrays lie anywhere within 2 GB.
 static u32 shared_address(const void* p) { return u32((const char*)p - (const char*)dynamic_shared() + 1024); }
-static const char* at_shared(u32 address) { return (const char*)dynamic_shared() - 1024 + address; }
+static char* at_shared(u32 address) { return (char*)dynamic_shared() + (int)(address - 1024); }
+static u32 read1_shared(u32 address) { return *(const uint8_t*)at_shared(address); }
+static u32 read2_shared(u32 address) { return *(const uint16_t*)at_shared(address); }
 static u32 read4_shared(u32 address) { return *(const u32*)at_shared(address); }
+static uint2 read8_shared(u32 address) { return *(const uint2*)at_shared(address); }
 static uint4 read16_shared(u32 address) { return *(const uint4*)at_shared(address); }
 static void sync_team(int, int threads) {
   team_threads = threads;
   wait_for(TEAM);
 }
 template <int BYTES>
-static void copy_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from, BYTES, groups[threadIdx.x]}); }
-static void copy16_async(void* to, const void* from) { copy_async<16>(to, from); }
+static void copy_async(u32 to, const void* from) {
+  copies[threadIdx.x].push_back({at_shared(to), from, BYTES, groups[threadIdx.x]});
+}
+static void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
 static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {
   std::vector<Copy> later;
