@@ -96,12 +96,17 @@ struct HalfCopies {
 template <class W>
 struct InRing {
   u32 codes, lane, scales, supers;
-  __device__ __forceinline__ InRing(u32 slot, int half) {
+  // Where the lane's scales lie.
+  static __device__ __forceinline__ u32 scales_of_lane(int half) {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    if (W::FORMAT == FP8) return Slot<W>::CODES;
+    return Slot<W>::CODES + g * Slot<W>::ROW + (W::FORMAT == IQ2_XXS ? 2 * half : t * W::LANE_SCALES);
+  }
+  __device__ __forceinline__ InRing(u32 slot, u32 of_scales) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     codes = slot;
     lane = g * W::CODES + ((t * W::LANE_CODES) ^ Slot<W>::moved(g));
-    scales = slot + Slot<W>::CODES + (W::FORMAT == FP8 ? 0 : g * Slot<W>::ROW + t * W::LANE_SCALES);
-    if (W::FORMAT == IQ2_XXS) scales += 2 * half;
+    scales = slot + of_scales;
     supers = slot + Slot<W>::CODES + Slot<W>::SCALES + g * W::SUPERS;
   }
   __device__ __forceinline__ u32 place(int r, int i) const {
@@ -211,6 +216,10 @@ struct Stream {
       const Planes (&w)[MS], const Run& run, Next next, Read read, Multiply multiply) {
     constexpr bool EARLY = D < 3;  // a short ring: the slot is filled anew before its weights, in registers, are used
     const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
+    auto half_of = [&](int m, int unit) { return (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1; };
+    u32 of_scales[MS];
+#pragma unroll
+    for (int m = 0; m < MS; m++) of_scales[m] = opaque(InRing<W>::scales_of_lane(half_of(m, run.first)));
     W now[MS];
 #pragma unroll 1
     for (int unit = run.first; unit < run.end; unit += step()) {
@@ -219,9 +228,8 @@ struct Stream {
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        const int block = (Halves::SAME_HALF ? run.first : unit) / 2;
-        const int half = (phase + block + ((size_t)w[m].scales >> 1)) & 1;
-        now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, half), unit);
+        if (F == IQ2_XXS && !Halves::SAME_HALF) of_scales[m] = InRing<W>::scales_of_lane(half_of(m, unit));
+        now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, of_scales[m]), unit);
       }
       if (EARLY) {
         __syncwarp();
