@@ -110,6 +110,13 @@ __device__ __forceinline__ void read16_if(bool condition, uint4& v, const void* 
       : "l"(p), "r"((u32)condition));
 }
 
+// Of eight bytes, those that the nibbles of `select` name, each below 8: __byte_perm masks them first.
+__device__ __forceinline__ u32 permuted(const u32 (&bytes)[2], u32 select) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(bytes[0]), "r"(bytes[1]), "r"(select));
+  return r;
+}
+
 // x, of which the compiler knows nothing.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm("" : "+r"(x));
