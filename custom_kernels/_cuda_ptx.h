@@ -117,10 +117,22 @@ __device__ __forceinline__ u32 permuted(const u32 (&bytes)[2], u32 select) {
   return r;
 }
 
+// The upper 32 bits of a product, and a sum.
+__device__ __forceinline__ u32 upper_product(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("mad.hi.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
 // x, of which the compiler knows nothing.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm("" : "+r"(x));
   return x;
+}
+template <class T>
+__device__ __forceinline__ const T* opaque(const T* p) {
+  asm("" : "+l"(p));
+  return p;
 }
 
 // Reads of what is used once: they leave L1 to the rest.

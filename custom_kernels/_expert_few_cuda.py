@@ -74,7 +74,7 @@ GATE_UP_FEW_SOURCE = (
       const unsigned long long riders = chosen_by(experts[item / tiles]);
       const int count = __popcll(riders);
       const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K;
-      HeldRow<W> columns(row + t * W::LANE_COLUMNS, opaque(g < count));
+      HeldRow<W> columns(opaque(row + t * W::LANE_COLUMNS), opaque((u32)(g < count)));
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);

@@ -61,7 +61,7 @@ struct WideIq2 : Weight<IQ2_XXS> {
       signs = opaque(table + 128 + 4 * lane);
       byte_t = opaque(0x7604 + (t << 4));
       power = opaque(1u << (25 - 7 * t));
-      power16 = opaque(1u << 16);
+      power16 = gridDim.y << 16;  // of one row of blocks, which ptxas does not know: it would make a shift
       // The byte that nothing selects differs from lane to lane: constants lie in uniform registers, of which an instruction
       // takes one.
       first[0] = FIRST[0] | lane << 24;
@@ -69,7 +69,6 @@ struct WideIq2 : Weight<IQ2_XXS> {
       first[1] = FIRST[1];
       second[1] = SECOND[1];
     }
-    __device__ __forceinline__ u32 upper(u32 x) const { return __umulhi(x, power16); }
   };
   // Block j of a step: fragments of A and the scales of rows g and g + 8.
   __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int j, const Reader& reader) const {
@@ -81,12 +80,11 @@ struct WideIq2 : Weight<IQ2_XXS> {
       v.x ^= signs & 0x40404040u;
       v.y ^= signs & 0x20202020u;
       a[r][0] = permuted(reader.first, v.x);
-      a[r][1] = permuted(reader.first, reader.upper(v.x));
+      a[r][1] = permuted(reader.first, upper_product(v.x, reader.power16, 0));
       a[r][2] = permuted(reader.second, v.y);
-      a[r][3] = permuted(reader.second, reader.upper(v.y));
-      // d (2 s + 1) / 8, exact, by way of 4 + s / 4: the highest four bits go to where a float's fraction begins.
-      const float d8 = half_bits(d[r]);
-      scale[r] = fmaf(__int_as_float(__funnelshift_r(rest, 0x81u, 9) & 0xfff80000u), d8, -3.875f * d8);
+      a[r][3] = permuted(reader.second, upper_product(v.y, reader.power16, 0));
+      // d (2 s + 1) / 8, exact, by way of 2^21 + s / 4: the highest four bits on top of a float whose last bit is 1/4.
+      scale[r] = half_bits(d[r]) * (__int_as_float(upper_product(rest, 16, 0x4a000000u)) - 2097151.875f);
     }
   }
 };

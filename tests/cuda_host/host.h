@@ -67,7 +67,6 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
-static unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
@@ -251,7 +250,9 @@ static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }
 static u32 permuted(const u32 (&bytes)[2], u32 select) { return __byte_perm(bytes[0], bytes[1], select); }
-static u32 opaque(u32 x) { return x; }
+static u32 upper_product(u32 a, u32 b, u32 c) { return u32(uint64_t(a) * b >> 32) + c; }
+template <class T>
+static T opaque(T x) { return x; }
 static u32 read4(const void* p) { return *(const u32*)p; }
 static uint2 read8(const void* p) { return *(const uint2*)p; }
 static uint4 read16(const void* p) { return *(const uint4*)p; }
