@@ -14,6 +14,7 @@ _PAIRS = """
       return (unsigned long long)__ballot_sync(~0u, choice2 == e) << 32 | __ballot_sync(~0u, choice == e);
     };
     auto pair_of = [](unsigned long long mask, int column) {
+#pragma unroll 1
       for (int i = 0; i < column; i++) mask &= mask - 1;
       return __ffsll(mask) - 1;
     };
@@ -53,25 +54,34 @@ GATE_UP_FEW_SOURCE = (
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
         {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
-    const int K = width_of(x_shape, x_ndim), N = codes1_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
-    auto run_of = [&](int item) {
-      return Run{(size_t)experts[item / tiles] * N, item % tiles, N, K, member, S, K / W::UNIT};
+    const int K = width_of(x_shape, x_ndim), N = codes1_shape[1], tiles = (N + 15) / 16;
+    struct Item {
+      int which, tile;  // of the distinct experts
     };
-    const int first = team * gridDim.x + blockIdx.x, stride = TEAMS * gridDim.x;
-    int sent = first;
+    auto go_on = [&](Item& item, int by) {
+#pragma unroll 1
+      for (item.tile += by; item.tile >= tiles; item.tile -= tiles) item.which++;
+    };
+    auto run_of = [&](const Item& item) {
+      return Run{(size_t)experts[item.which] * N, item.tile, N, K, member, S, K / W::UNIT};
+    };
+    const int stride = TEAMS * gridDim.x;
+    Item item = {0, 0};
+    go_on(item, team * gridDim.x + blockIdx.x);
+    Item sent = item;
     auto next = [&] {
-      if (sent >= items) return false;
+      if (sent.which >= distinct) return false;
       stream.open(w, run_of(sent));
-      sent += stride;
+      go_on(sent, stride);
       return true;
     };
     stream.fill(next);
     W::stage((uint4*)tables);
     __syncthreads();
     const typename W::Reader reader((const uint4*)tables, t);
-    for (int item = first, set = 0; item < items; item += stride, set ^= 1) {
+    for (int set = 0; item.which < distinct; go_on(item, stride), set ^= 1) {
       const Run run = run_of(item);
-      const unsigned long long riders = chosen_by(experts[item / tiles]);
+      const unsigned long long riders = chosen_by(experts[item.which]);
       const int count = __popcll(riders);
       const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g, count - 1)) / SLOTS) * K;
       HeldRow<W> columns(opaque(row + t * W::LANE_COLUMNS), opaque((u32)(g < count)));
