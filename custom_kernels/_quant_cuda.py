@@ -31,7 +31,7 @@ GATE_UP_SPLIT = 8
 GATE_UP_TEAMS = 2  # of a block, the only one at a time on a multiprocessor
 # Rings of its warps and sums, twice. IQ2_XXS has a table at a multiple of its size: rings lie before it and behind it,
 # and less than one is lost.
-_GATE_UP_BYTES = GATE_UP_TEAMS * GATE_UP_SPLIT * (RING + 2 * 2 * 512)
+_GATE_UP_BYTES = GATE_UP_TEAMS * GATE_UP_SPLIT * (RING + 2 * 2 * 256)
 _WIDE_BYTES = 65536 + RING
 
 HEADER = (
