@@ -69,7 +69,7 @@ struct Either<false, A, B> { typedef B type; };
 template <class W, int MS, int STEP>
 struct HalfCopies {
   // Whether all copies of a run hold the same half.
-  static constexpr bool SAME_HALF = STEP != 0 && STEP % 4 == 0;
+  static constexpr bool SAME_HALF = W::FORMAT == IQ2_XXS && STEP != 0 && STEP % 4 == 0;
   const unsigned char* from;  // of this lane's row
   int first;
   __device__ __forceinline__ void begin(int m, const unsigned char* plane, int stride, int last, int step) {
@@ -219,7 +219,8 @@ struct Stream {
     auto half_of = [&](int m, int unit) { return (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1; };
     u32 of_scales[MS];
 #pragma unroll
-    for (int m = 0; m < MS; m++) of_scales[m] = opaque(InRing<W>::scales_of_lane(half_of(m, run.first)));
+    for (int m = 0; m < MS; m++)
+      if (Halves::SAME_HALF) of_scales[m] = opaque(InRing<W>::scales_of_lane(half_of(m, run.first)));
     W now[MS];
 #pragma unroll 1
     for (int unit = run.first; unit < run.end; unit += step()) {
@@ -228,7 +229,7 @@ struct Stream {
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        if (F == IQ2_XXS && !Halves::SAME_HALF) of_scales[m] = InRing<W>::scales_of_lane(half_of(m, unit));
+        if (!Halves::SAME_HALF) of_scales[m] = InRing<W>::scales_of_lane(half_of(m, unit));
         now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, of_scales[m]), unit);
       }
       if (EARLY) {
