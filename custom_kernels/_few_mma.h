@@ -64,8 +64,8 @@ struct WideIq2 : Weight<IQ2_XXS> {
       power16 = gridDim.y << 16;  // of one row of blocks, which ptxas does not know: it would make a shift
       // The byte that nothing selects differs from lane to lane: constants lie in uniform registers, of which an instruction
       // takes one.
-      first[0] = FIRST[0] | lane << 24;
-      second[0] = SECOND[0] | lane << 24;
+      first[0] = FIRST[0] | grid << 24;
+      second[0] = SECOND[0] | grid << 24;
       first[1] = FIRST[1];
       second[1] = SECOND[1];
     }

@@ -2,7 +2,7 @@
 // waits in turn, and goes on from one run of steps to the next; behind `_quant_mma.h`. (Reads into registers shared so
 // few scoreboards that a warp waited for the newest of them, and left room for few warps: docs/log.md.)
 //
-// A step lies in a slot as 16 rows of codes, then of scales, then of supers. In the codes, the 32 bytes that lanes of
+// A step lies in a slot as 16 rows of codes of each matrix, then of scales, then of supers. In the codes, the 32 bytes that lanes of
 // four rows read at a time are moved so that they lie in different banks.
 
 namespace ds4 {
@@ -17,7 +17,7 @@ template <class W>
 struct Slot {
   static constexpr int ROW = W::PIECE ? W::SCALES : 4;  // bytes of a row's scales
   static constexpr int CODES = 16 * W::CODES, SCALES = W::FORMAT == FP8 ? 16 : 16 * ROW;
-  static constexpr int BYTES = CODES + SCALES + 16 * W::SUPERS;
+  static constexpr int SUPERS = 16 * W::SUPERS, BYTES = CODES + SCALES + SUPERS;
   static __device__ __forceinline__ int moved(int row) { return (row & W::SWIZZLE) * (W::CODES / 4); }
 };
 
@@ -83,12 +83,9 @@ struct HalfCopies {
     const unsigned char* const p = from + (first + steps) / 2 * 2;
     return p - ((size_t)p & 2);
   }
-  __device__ __forceinline__ void copy(u32 slot, u32 steps) const {
+  __device__ __forceinline__ void copy(u32 to, u32 steps) const {
     const int lane = threadIdx.x & 31;
-    if (lane / 16 < MS)
-      copy_async<4>(
-          slot + lane / 16 * Slot<W>::BYTES + Slot<W>::CODES + 4 * (lane & 15),
-          SAME_HALF ? from + (size_t)steps : whole(steps));
+    if (lane < 16 * MS) copy_async<4>(to + 4 * lane, SAME_HALF ? from + (size_t)steps : whole(steps));
   }
 };
 
@@ -99,15 +96,13 @@ struct InRing {
   // Where the lane's scales lie.
   static __device__ __forceinline__ u32 scales_of_lane(int half) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    if (W::FORMAT == FP8) return Slot<W>::CODES;
-    return Slot<W>::CODES + g * Slot<W>::ROW + (W::FORMAT == IQ2_XXS ? 2 * half : t * W::LANE_SCALES);
+    if (W::FORMAT == FP8) return 0;
+    return g * Slot<W>::ROW + (W::FORMAT == IQ2_XXS ? 2 * half : t * W::LANE_SCALES);
   }
-  __device__ __forceinline__ InRing(u32 slot, u32 of_scales) {
+  __device__ __forceinline__ InRing(u32 codes, u32 scales, u32 supers) : codes(codes), scales(scales) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    codes = slot;
     lane = g * W::CODES + ((t * W::LANE_CODES) ^ Slot<W>::moved(g));
-    scales = slot + of_scales;
-    supers = slot + Slot<W>::CODES + Slot<W>::SCALES + g * W::SUPERS;
+    this->supers = supers + g * W::SUPERS;
   }
   __device__ __forceinline__ u32 place(int r, int i) const {
     return codes + 8 * r * W::CODES + (W::SWIZZLE ? lane ^ i : lane + i);
@@ -156,6 +151,7 @@ struct HeldRow {
 template <class W, int MS, int STEP = 0, int BYTES = RING>
 struct Stream {
   static constexpr int F = W::FORMAT, SIZE = MS * Slot<W>::BYTES, D = BYTES / SIZE < 4 ? BYTES / SIZE : 4;
+  static constexpr int SCALES = MS * Slot<W>::CODES, SUPERS = SCALES + MS * Slot<W>::SCALES;  // where they lie
   static_assert(D > 0 && SIZE % 16 == 0, "");
   typedef HalfCopies<W, MS, STEP> Halves;
   struct Matrix {
@@ -195,12 +191,11 @@ struct Stream {
       const u32 ahead = sent++ * step();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        const u32 slot = ring + at + m * Slot<W>::BYTES;
-        from[m].codes.copy(slot, ahead);
-        from[m].scales.copy(slot + Slot<W>::CODES, ahead);
-        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, ahead);
+        from[m].codes.copy(ring + at + m * Slot<W>::CODES, ahead);
+        from[m].scales.copy(ring + at + SCALES + m * Slot<W>::SCALES, ahead);
+        from[m].supers.copy(ring + at + SUPERS + m * Slot<W>::SUPERS, ahead);
       }
-      halves.copy(ring + at, ahead);
+      halves.copy(ring + at + SCALES, ahead);
     }
     commit_copies();
     at = at == (D - 1) * SIZE ? 0 : at + SIZE;
@@ -230,7 +225,11 @@ struct Stream {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         if (!Halves::SAME_HALF) of_scales[m] = InRing<W>::scales_of_lane(half_of(m, unit));
-        now[m].load(InRing<W>(ring + at + m * Slot<W>::BYTES, of_scales[m]), unit);
+        const u32 slot = ring + at;
+        const InRing<W> from(
+            slot + m * Slot<W>::CODES, slot + SCALES + m * Slot<W>::SCALES + of_scales[m],
+            slot + SUPERS + m * Slot<W>::SUPERS);
+        now[m].load(from, unit);
       }
       if (EARLY) {
         __syncwarp();
