@@ -90,9 +90,10 @@ GATE_UP_FEW_SOURCE = (
     for (int set = 0; item.which < distinct; go_on(item, stride), set ^= 1) {
       const Run run = run_of(item);
       const unsigned long long riders = riders_of(item.which);
-      const int count = min(__popcll(riders), AT_ONCE);
-      const bf16* const row = (const bf16*)x + (size_t)(pair_of(riders, min(g / 2, count - 1)) / SLOTS) * K;
-      HeldRow<W> columns(opaque(row + t * W::LANE_COLUMNS), opaque((u32)(g % 2 == 0 && g / 2 < count)));
+      // The pair of rider t, whose outputs are this lane's, and that of column g.
+      const int pair = t < __popcll(riders) ? pair_of(riders, t) : -1, of_column = __shfl_sync(~0u, pair, g / 2);
+      const bf16* const row = (const bf16*)x + (size_t)(max(of_column, 0) / SLOTS) * K;
+      HeldRow<W> columns(opaque(row + t * W::LANE_COLUMNS), opaque((u32)(g % 2 == 0 && of_column >= 0)));
       float gate[1][4], up[1][4];
       clear(gate);
       clear(up);
@@ -106,8 +107,8 @@ GATE_UP_FEW_SOURCE = (
       }
       sync_team(team, 32 * S);
       for (int e = 32 * member + lane; e < 64; e += 32 * S) {
-        const int n = t, r = 16 * run.tile + g + 8 * (e / 32);
-        if (n >= count || r >= N) continue;
+        const int r = 16 * run.tile + g + 8 * (e / 32);
+        if (pair < 0 || r >= N) continue;
         float a = 0.f, b = 0.f;
         for (int s = 0; s < S; s++) {
           a += sums[s * 64 + e];
@@ -115,7 +116,6 @@ GATE_UP_FEW_SOURCE = (
         }
         a = fminf(round_bf16(a), LIMIT);
         b = fminf(fmaxf(round_bf16(b), -LIMIT), LIMIT);
-        const int pair = pair_of(riders, n);
         y[(size_t)pair * N + r] = bf16(weights[pair] * (a / (1.f + expf(-a)) * b));
       }
     }
