@@ -40,9 +40,9 @@ _DISTINCT = """
 
 GATE_UP_FEW_SOURCE = (
     """
-    // Teams of S warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for all pairs
-    // with this expert, four at a time: in every other column, which saves half of the scales' products. The warps of a
-    // team take units of the width in turn; their rings run on through the items.
+    // Teams of S warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for pairs
+    // with this expert, four at a time, in every other column: that saves half of the products with scales. The warps
+    // of a team take units of the width in turn; their rings run on through the items.
     constexpr int AT_ONCE = 4;
 """
     + _PAIRS

@@ -14,12 +14,13 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
 }
 
 // IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them. The bfloat16
-// of 8, 25, 43 and their negatives have seven different bytes, so a byte permutation makes a pair of them from 16 bits,
-// of which one bit is a sign: a grid entry is 8 bytes, and one logical instruction sets the signs of four values.
+// of 8, 25, 43 and their negatives have seven different bytes, so a byte permutation makes a pair of them from 16 bits
+// of selectors, where one bit is a sign: an entry of the grid is 8 bytes, half of what its values take of shared
+// memory's time, and one logical instruction sets the signs of four values.
 //
-// Row i of 256 bytes: 16 copies of entry i of the grid, 32 of the signs of the seven bits i / 2; a lane reads those in its
-// banks. The table lies at a multiple of its size, so a byte permutation makes an address too: a byte of the codes in the
-// lane's own.
+// Row i of 256 bytes: 16 copies of entry i of the grid, 32 of the signs of the seven bits i / 2; a lane reads those in
+// its banks. The table lies at a multiple of its size, so a byte permutation makes an address too: a byte of the codes
+// in the lane's own.
 struct WideIq2 : Weight<IQ2_XXS> {
   static constexpr int TABLES = 65536;  // bytes
   // The bytes that the values of the first and of the second half of an octet are made of. Signs: bits 2 and 1.
@@ -51,8 +52,9 @@ struct WideIq2 : Weight<IQ2_XXS> {
       }
     }
   }
-  // What a lane reads the tables with: its addresses of row 0; the byte permutation that takes index t; the power of two
-  // that moves the t-th seven bits to the top, and 2^16: products, as shifts share a pipe with all logic.
+  // What a lane reads the tables with: its addresses of row 0; the byte permutation that takes index t; the power of
+  // two that moves the t-th seven bits to the top, and 2^16: products, since shifts share a pipe with all logic, which
+  // takes an instruction every other cycle.
   struct Reader {
     u32 grid, signs, byte_t, power, power16, first[2], second[2];
     __device__ __forceinline__ Reader(const uint4* tables, int t) {
@@ -61,9 +63,9 @@ struct WideIq2 : Weight<IQ2_XXS> {
       signs = opaque(table + 128 + 4 * lane);
       byte_t = opaque(0x7604 + (t << 4));
       power = opaque(1u << (25 - 7 * t));
-      power16 = gridDim.y << 16;  // of one row of blocks, which ptxas does not know: it would make a shift
-      // The byte that nothing selects differs from lane to lane: constants lie in uniform registers, of which an instruction
-      // takes one.
+      power16 = gridDim.y << 16;  // of a grid with one row, which ptxas does not know: it would make a shift
+      // Nothing selects the highest byte. It differs from lane to lane, as a constant would lie in a uniform register,
+      // of which an instruction takes one.
       first[0] = FIRST[0] | grid << 24;
       second[0] = SECOND[0] | grid << 24;
       first[1] = FIRST[1];

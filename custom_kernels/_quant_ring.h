@@ -2,8 +2,8 @@
 // waits in turn, and goes on from one run of steps to the next; behind `_quant_mma.h`. (Reads into registers shared so
 // few scoreboards that a warp waited for the newest of them, and left room for few warps: docs/log.md.)
 //
-// A step lies in a slot as 16 rows of codes of each matrix, then of scales, then of supers. In the codes, the 32 bytes that lanes of
-// four rows read at a time are moved so that they lie in different banks.
+// A step lies in a slot as 16 rows of codes of each matrix, then of scales, then of supers. In the codes, the 32 bytes
+// that lanes of four rows read at a time are moved so that they lie in different banks.
 
 namespace ds4 {
 
@@ -63,8 +63,8 @@ struct Either { typedef A type; };
 template <class A, class B>
 struct Either<false, A, B> { typedef B type; };
 
-// IQ2_XXS has two bytes of scales for two steps, less than a copy: the four bytes at a multiple of four are copied, of
-// which they are one half. (The others may lie outside of the plane, but not of what may be read.) Lanes are the rows of
+// IQ2_XXS has two bytes of scales for two steps, less than a copy: four bytes at a multiple of four are copied, of
+// which they are one half. (The other may lie outside of the plane, but not outside of its page.) Lanes are the rows of
 // one matrix, then of another. STEP: as Stream has it.
 template <class W, int MS, int STEP>
 struct HalfCopies {
@@ -205,7 +205,7 @@ struct Stream {
 #pragma unroll 1
     for (int d = 0; d < D; d++) send(next);
   }
-  // The steps of the run that is next in the ring: read(unit) before the wait, multiply(weights, whether it is the last).
+  // The steps of the run that is next in the ring: read(unit) before the wait, multiply(weights, is it the last).
   template <class Next, class Read, class Multiply>
   __device__ __forceinline__ void multiply_run(
       const Planes (&w)[MS], const Run& run, Next next, Read read, Multiply multiply) {
