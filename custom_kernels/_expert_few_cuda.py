@@ -22,19 +22,27 @@ _PAIRS = """
 
 # Of an expert's riders AT_ONCE at a time: one with more of them is in the list again. Rows are at most 8.
 _DISTINCT = """
-    unsigned long long firsts = 0;  // the first pair of each
-    for (int q = 0; q < P; q++) {
-      const unsigned long long before = chosen_by(expert_of(q)) & ((1ull << q) - 1);
-      if (__popcll(before) % AT_ONCE == 0) firsts |= 1ull << q;
-    }
-    const int distinct = __popcll(firsts);
-    __shared__ int experts[64], first_riders[AT_ONCE < 8 ? 64 : 1];
-    for (int k = threadIdx.x; k < distinct; k += blockDim.x) {
-      const int q = pair_of(firsts, k);
-      experts[k] = chosen[q];
-      if (AT_ONCE < 8) first_riders[k] = q;
+    __shared__ int experts[64], first_riders[AT_ONCE < 8 ? 64 : 1], listed;
+    if (warp == 0) {
+      int before[2] = {0, 0};  // riders of the same expert before this lane's pairs
+      for (int q = 0; q < P; q++) {
+        const int e = expert_of(q);
+        before[0] += e == choice && q < lane;
+        before[1] += e == choice2 && q < lane + 32;
+      }
+      const unsigned long long firsts =
+          (unsigned long long)__ballot_sync(~0u, lane + 32 < P && before[1] % AT_ONCE == 0) << 32 |
+          __ballot_sync(~0u, lane < P && before[0] % AT_ONCE == 0);
+      for (int q = lane; q < 64; q += 32) {
+        if (!(firsts >> q & 1)) continue;
+        const int k = __popcll(firsts & ((1ull << q) - 1));
+        experts[k] = q < 32 ? choice : choice2;
+        if (AT_ONCE < 8) first_riders[k] = q;
+      }
+      if (lane == 0) listed = __popcll(firsts);
     }
     __syncthreads();
+    const int distinct = listed;
     auto riders_of = [&](int k) { return chosen_by(experts[k]) & (AT_ONCE < 8 ? ~0ull << first_riders[k] : ~0ull); };
 """
 
