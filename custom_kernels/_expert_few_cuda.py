@@ -48,16 +48,16 @@ _DISTINCT = """
 
 GATE_UP_FEW_SOURCE = (
     """
-    // Teams of S warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for pairs
-    // with this expert, four at a time, in every other column: that saves half of the products with scales. The warps
-    // of a team take units of the width in turn; their rings run on through the items.
+    // Teams of TEAM warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for pairs
+    // with this expert, four at a time, in every other column: that saves half of the products with scales. A warp adds
+    // up parts of the width, of the S that take its units in turn; its ring runs on through parts and items.
     constexpr int AT_ONCE = 4;
 """
     + _PAIRS
     + _DISTINCT
     + """
     typedef Few<F, true> W;
-    const int team = warp / S, member = warp % S;
+    const int team = warp / TEAM, member = warp % TEAM;
     // Tables at a multiple of their size, if there are any; rings before them and behind them.
     unsigned char *const start = (unsigned char*)dynamic_shared(), *tables = start;
     if (W::TABLES) tables += -shared_address(start) & (W::TABLES - 1);
@@ -65,7 +65,7 @@ GATE_UP_FEW_SOURCE = (
     unsigned char* const behind = tables + W::TABLES - before * RING;
     Stream<W, 2, S> stream(ring_of(warp < before ? start : behind, warp));
     // Two sets of sums, used in turn, so that an item needs one barrier.
-    float* const part = (float*)(behind + TEAMS * S * RING) + team * (2 * 2 * S * 64);
+    float* const all_sums = (float*)(behind + TEAMS * TEAM * RING) + team * (2 * 2 * S * 64);
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
@@ -78,17 +78,22 @@ GATE_UP_FEW_SOURCE = (
 #pragma unroll 1
       for (item.tile += by; item.tile >= tiles; item.tile -= tiles) item.which++;
     };
-    auto run_of = [&](const Item& item) {
-      return Run{(size_t)experts[item.which] * N, item.tile, N, K, member, S, K / W::UNIT};
+    auto run_of = [&](const Item& item, int part) {
+      return Run{(size_t)experts[item.which] * N, item.tile, N, K, part, S, K / W::UNIT};
     };
     const int stride = TEAMS * gridDim.x;
     Item item = {0, 0};
     go_on(item, team * gridDim.x + blockIdx.x);
     Item sent = item;
+    int sent_part = member;
     auto next = [&] {
       if (sent.which >= distinct) return false;
-      stream.open(w, run_of(sent));
-      go_on(sent, stride);
+      stream.open(w, run_of(sent, sent_part));
+      sent_part += TEAM;
+      if (sent_part >= S) {
+        sent_part = member;
+        go_on(sent, stride);
+      }
       return true;
     };
     stream.fill(next);
@@ -96,26 +101,29 @@ GATE_UP_FEW_SOURCE = (
     __syncthreads();
     const typename W::Reader reader((const uint4*)tables, t);
     for (int set = 0; item.which < distinct; go_on(item, stride), set ^= 1) {
-      const Run run = run_of(item);
       const unsigned long long riders = riders_of(item.which);
       // The pair of rider t, whose outputs are this lane's, and that of column g.
       const int pair = t < __popcll(riders) ? pair_of(riders, t) : -1, of_column = __shfl_sync(~0u, pair, g / 2);
       const bf16* const row = (const bf16*)x + (size_t)(max(of_column, 0) / SLOTS) * K;
       HeldRow<W> columns(opaque(row + t * W::LANE_COLUMNS), opaque((u32)(g % 2 == 0 && of_column >= 0)));
-      float gate[1][4], up[1][4];
-      clear(gate);
-      clear(up);
-      stream.multiply_run(w, run, next, [&](int unit) { columns.read(unit * W::UNIT); }, [&](W(&now)[2], bool) {
-        W::multiply_both(now, gate, up, columns, reader);
-      });
-      float* const sums = part + set * (2 * S * 64);
-      for (int h = 0; h < 2; h++) {
-        sums[member * 64 + 32 * h + lane] = gate[0][2 * h];
-        sums[(S + member) * 64 + 32 * h + lane] = up[0][2 * h];
+      float* const sums = all_sums + set * (2 * S * 64);
+#pragma unroll 1
+      for (int part = member; part < S; part += TEAM) {
+        float gate[1][4], up[1][4];
+        clear(gate);
+        clear(up);
+        auto read = [&](int unit) { columns.read(unit * W::UNIT); };
+        stream.multiply_run(w, run_of(item, part), next, read, [&](W(&now)[2], bool) {
+          W::multiply_both(now, gate, up, columns, reader);
+        });
+        for (int h = 0; h < 2; h++) {
+          sums[part * 64 + 32 * h + lane] = gate[0][2 * h];
+          sums[(S + part) * 64 + 32 * h + lane] = up[0][2 * h];
+        }
       }
-      sync_team(team, 32 * S);
-      for (int e = 32 * member + lane; e < 64; e += 32 * S) {
-        const int r = 16 * run.tile + g + 8 * (e / 32);
+      sync_team(team, 32 * TEAM);
+      for (int e = 32 * member + lane; e < 64; e += 32 * TEAM) {
+        const int r = 16 * item.tile + g + 8 * (e / 32);
         if (pair < 0 || r >= N) continue;
         float a = 0.f, b = 0.f;
         for (int s = 0; s < S; s++) {

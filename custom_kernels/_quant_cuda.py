@@ -27,11 +27,11 @@ SMS = 132
 DOWN_WARPS = 4  # of a block; each goes its own way
 _DOWN_BLOCKS = 5  # at a time on a multiprocessor
 RING = 4608  # bytes of a warp's ring
-GATE_UP_SPLIT = 8
-GATE_UP_TEAMS = 2  # of a block, the only one at a time on a multiprocessor
-# Rings of its warps and sums, twice. IQ2_XXS has a table at a multiple of its size: rings lie before it and behind it,
-# and less than one is lost.
-_GATE_UP_BYTES = GATE_UP_TEAMS * GATE_UP_SPLIT * (RING + 2 * 2 * 256)
+GATE_UP_SPLIT = 8  # parts of the width, whose sums are added up at the end
+_TEAM, _TEAMS = 4, 4  # warps that share an item of gate and up; teams of a block, the only one on a multiprocessor
+# Rings of its warps, and sums of its teams, twice. IQ2_XXS has a table at a multiple of its size: rings lie before it
+# and behind it, and less than one is lost.
+_GATE_UP_BYTES = _TEAM * _TEAMS * RING + _TEAMS * 2 * 2 * GATE_UP_SPLIT * 256
 _WIDE_BYTES = 65536 + RING
 
 HEADER = (
@@ -110,7 +110,7 @@ _gate_up_few = {
         "expert_matmul",
         FEW_HEADER,
         shared_memory=_GATE_UP_BYTES + _WIDE_BYTES * wide,
-        cuda_bounds=(32 * GATE_UP_SPLIT * GATE_UP_TEAMS, 1),
+        cuda_bounds=(32 * _TEAM * _TEAMS, 1),
     )
     for wide in (False, True)
 }
@@ -155,10 +155,10 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
 def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
     F = gate["codes"].shape[1]
-    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "TEAMS": GATE_UP_TEAMS, "SLOTS": chosen.shape[1]}
+    template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "TEAM": _TEAM, "TEAMS": _TEAMS, "SLOTS": chosen.shape[1]}
     template["LIMIT_BITS"] = float_bits(limit)
-    blocks = min(ceil_div(ceil_div(F, 16) * chosen.size, GATE_UP_TEAMS), SMS)
-    threads = 32 * GATE_UP_SPLIT * GATE_UP_TEAMS
+    blocks = min(ceil_div(ceil_div(F, 16) * chosen.size, _TEAMS), SMS)
+    threads = 32 * _TEAM * _TEAMS
     return _gate_up_few[format == "IQ2_XXS"](
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
