@@ -61,11 +61,11 @@ GATE_UP_FEW_SOURCE = (
     // Tables at a multiple of their size, if there are any; rings before them and behind them.
     unsigned char *const start = (unsigned char*)dynamic_shared(), *tables = start;
     if (W::TABLES) tables += -shared_address(start) & (W::TABLES - 1);
-    const int before = (tables - start) / RING;
-    unsigned char* const behind = tables + W::TABLES - before * RING;
-    Stream<W, 2, S> stream(ring_of(warp < before ? start : behind, warp));
+    const int before = min((int)(tables - start) / BYTES, TEAMS * TEAM);
+    unsigned char* const behind = tables + W::TABLES - before * BYTES;
+    Stream<W, 2, S, BYTES> stream(opaque(shared_address(warp < before ? start : behind) + warp * BYTES));
     // Two sets of sums, used in turn, so that an item needs one barrier.
-    float* const all_sums = (float*)(behind + TEAMS * TEAM * RING) + team * (2 * 2 * S * 64);
+    float* const all_sums = (float*)(behind + TEAMS * TEAM * BYTES) + team * (2 * 2 * S * 64);
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},

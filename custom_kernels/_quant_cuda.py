@@ -29,10 +29,11 @@ _DOWN_BLOCKS = 5  # at a time on a multiprocessor
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8  # parts of the width, whose sums are added up at the end
 _TEAM, _TEAMS = 4, 4  # warps that share an item of gate and up; teams of a block, the only one on a multiprocessor
-# Rings of its warps, and sums of its teams, twice. IQ2_XXS has a table at a multiple of its size: rings lie before it
-# and behind it, and less than one is lost.
-_GATE_UP_BYTES = _TEAM * _TEAMS * RING + _TEAMS * 2 * 2 * GATE_UP_SPLIT * 256
-_WIDE_BYTES = 65536 + RING
+_WIDE_RING = 3 * 1152  # bytes of a warp's ring where IQ2_XXS has wide tables: three steps of two matrices
+# Rings of its warps, and sums of its teams, twice. The wide tables are 64 KB at a multiple of their size: rings lie
+# before them as far as there is room, the rest behind. An A100's block may have 163 KB.
+_SUMS = _TEAMS * 2 * 2 * GATE_UP_SPLIT * 256
+_GATE_UP_BYTES = {False: _TEAM * _TEAMS * RING + _SUMS, True: 2 * 65536 + _SUMS}
 
 HEADER = (
     PTX + f"#include <cuda_fp16.h>\n#define DS4_RING {RING}\n"
@@ -109,7 +110,7 @@ _gate_up_few = {
         GATE_UP_FEW_SOURCE,
         "expert_matmul",
         FEW_HEADER,
-        shared_memory=_GATE_UP_BYTES + _WIDE_BYTES * wide,
+        shared_memory=_GATE_UP_BYTES[wide],
         cuda_bounds=(32 * _TEAM * _TEAMS, 1),
     )
     for wide in (False, True)
@@ -156,10 +157,11 @@ def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:
     """The clamped, weighted SwiGLU of every (row, slot) pair, at most 64 of them: bfloat16 [rows, slots, F]."""
     F = gate["codes"].shape[1]
     template = {"F": FORMAT_IDS[format], "S": GATE_UP_SPLIT, "TEAM": _TEAM, "TEAMS": _TEAMS, "SLOTS": chosen.shape[1]}
-    template["LIMIT_BITS"] = float_bits(limit)
+    wide = format == "IQ2_XXS"
+    template |= {"BYTES": _WIDE_RING if wide else RING, "LIMIT_BITS": float_bits(limit)}
     blocks = min(ceil_div(ceil_div(F, 16) * chosen.size, _TEAMS), SMS)
     threads = 32 * _TEAM * _TEAMS
-    return _gate_up_few[format == "IQ2_XXS"](
+    return _gate_up_few[wide](
         inputs=[x, *planes_of(gate), *planes_of(up), chosen, weights],
         template=list(template.items()),
         grid=(blocks * threads, 1, 1),
