@@ -23,9 +23,7 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
 // in the lane's own.
 struct WideIq2 : Weight<IQ2_XXS> {
   static constexpr int TABLES = 65536;  // bytes
-  // The bytes that the values of the first and of the second half of an octet are made of. Signs: bits 2 and 1.
-  static constexpr u32 FIRST[2] = {0x00c2c12cu, 0xc8424100u}, SECOND[2] = {0x00c22c42u, 0xc1c84100u};
-  // Four values, the nibbles of low and high byte each.
+  // Of four positive values: the nibbles that select low and high byte of each from Reader's `second` or `first`.
   static __device__ __forceinline__ u32 selectors(u32 bytes, bool second) {
     u32 all = 0;
 #pragma unroll
@@ -64,12 +62,13 @@ struct WideIq2 : Weight<IQ2_XXS> {
       byte_t = opaque(0x7604 + (t << 4));
       power = opaque(1u << (25 - 7 * t));
       power16 = gridDim.y << 16;  // of a grid with one row, which ptxas does not know: it would make a shift
-      // Nothing selects the highest byte. It differs from lane to lane, as a constant would lie in a uniform register,
-      // of which an instruction takes one.
-      first[0] = FIRST[0] | grid << 24;
-      second[0] = SECOND[0] | grid << 24;
-      first[1] = FIRST[1];
-      second[1] = SECOND[1];
+      // The bytes of the values; those of a sign differ in bit 2, bit 1 of their place. Nothing selects the highest byte
+      // of the lower word. It differs from lane to lane, as a constant would lie in a uniform register, of which an
+      // instruction takes one.
+      first[0] = 0x00c2c12cu | grid << 24;
+      first[1] = 0xc8424100u;
+      second[0] = 0x00c22c42u | grid << 24;
+      second[1] = 0xc1c84100u;
     }
   };
   // Block j of a step: fragments of A and the scales of rows g and g + 8.
