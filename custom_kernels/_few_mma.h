@@ -23,7 +23,7 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
 // in the lane's own.
 struct WideIq2 : Weight<IQ2_XXS> {
   static constexpr int TABLES = 65536;  // bytes
-  // Of four positive values: the nibbles that select low and high byte of each from Reader's `second` or `first`.
+  // Of four positive values: the nibbles that select the low and the high byte of each from Reader's words.
   static __device__ __forceinline__ u32 selectors(u32 bytes, bool second) {
     u32 all = 0;
 #pragma unroll
@@ -62,8 +62,8 @@ struct WideIq2 : Weight<IQ2_XXS> {
       byte_t = opaque(0x7604 + (t << 4));
       power = opaque(1u << (25 - 7 * t));
       power16 = gridDim.y << 16;  // of a grid with one row, which ptxas does not know: it would make a shift
-      // The bytes of the values; those of a sign differ in bit 2, bit 1 of their place. Nothing selects the highest byte
-      // of the lower word. It differs from lane to lane, as a constant would lie in a uniform register, of which an
+      // The bytes of the values; where the two of a sign lie differs in bit 2, or bit 1. Nothing selects the highest
+      // byte of the first word. It is another in each lane, as constants would lie in uniform registers, of which an
       // instruction takes one.
       first[0] = 0x00c2c12cu | grid << 24;
       first[1] = 0xc8424100u;
