@@ -113,10 +113,10 @@ def included(header: str) -> str:
     return f'#include "{path}"\n'
 
 
-# MLX writes the line that begins a kernel, and has no other way to bound its registers.
-_BOUNDS = """
+# MLX writes the line that begins a kernel, and has no other way to bound its registers or to make clusters.
+_BEGIN = """
 #undef __global__
-#define __global__ __attribute__((global)) __launch_bounds__({}, {})
+#define __global__ __attribute__((global)) {}
 """
 
 
@@ -130,8 +130,9 @@ class Kernel:
     (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
     only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays.
     `cuda_bounds`: most threads a block of any body on CUDA and how many blocks a multiprocessor shall hold, which
-    bounds its registers; without it the compiler may keep to 32, and so to few loads on their way. `exact` says that
-    results equal the reference bit for bit.
+    bounds its registers; without it the compiler may keep to 32, and so to few loads on their way. `cuda_cluster`: how
+    many neighbouring blocks form a cluster, which reads the shared memory of all of them. `exact` says that results
+    equal the reference bit for bit.
 
     Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
     """
@@ -147,6 +148,7 @@ class Kernel:
     atomic_outputs: bool = field(default=False, kw_only=True)
     shared_memory: int = field(default=0, kw_only=True)
     cuda_bounds: tuple[int, int] | None = field(default=None, kw_only=True)
+    cuda_cluster: int = field(default=1, kw_only=True)
     exact: bool = field(kw_only=True)
     family: str = field(kw_only=True)
 
@@ -162,10 +164,17 @@ class Kernel:
 
     def cuda_text(self) -> tuple[str, str]:
         """(header, body) for mx.fast.cuda_kernel."""
-        bounds = _BOUNDS.format(*self.cuda_bounds) if self.cuda_bounds else ""
+        begin = _BEGIN.format(self.cuda_attributes) if self.cuda_attributes else ""
         if self.cuda_source is not None:
-            return (self.cuda_header or "") + bounds, self.cuda_source
-        return _portable.translate_header(self.header) + bounds, _portable.translate_body(self.source)
+            return (self.cuda_header or "") + begin, self.cuda_source
+        return _portable.translate_header(self.header) + begin, _portable.translate_body(self.source)
+
+    @property
+    def cuda_attributes(self) -> str:
+        """What stands between `__global__` and the name, or ""."""
+        words = ["__launch_bounds__({}, {})".format(*self.cuda_bounds)] if self.cuda_bounds else []
+        words += [f"__cluster_dims__({self.cuda_cluster}, 1, 1)"] if self.cuda_cluster > 1 else []
+        return " ".join(words)
 
     @functools.cached_property
     def _metal(self) -> Callable[..., list[mx.array]]:

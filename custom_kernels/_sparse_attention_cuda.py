@@ -83,8 +83,8 @@ SOURCE = """
       for (int e = 0; e < 2; e++) {
         const int p = 8 * warp + 2 * t + e;
         const bool present = __shfl_sync(0xffffffffu, listed, p & 31) >= 0;
-        scores[g][p] = present ? dots[e] * scale[0] : __int_as_float(0xff800000);
-        scores[g + 8][p] = present ? dots[2 + e] * scale[0] : __int_as_float(0xff800000);
+        scores[g][p] = present ? dots[e] * __int_as_float(SCALE_BITS) : __int_as_float(0xff800000);
+        scores[g + 8][p] = present ? dots[2 + e] * __int_as_float(SCALE_BITS) : __int_as_float(0xff800000);
       }
       __syncthreads();
       #pragma unroll

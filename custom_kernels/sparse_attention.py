@@ -30,9 +30,9 @@ import functools
 import mlx.core as mx
 import numpy as np
 
-from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
+from . import _sparse_attention_cluster, _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
 from ._switches import backend, enabled
 from .rope import rope, rope_frequencies, rope_ref, rope_table
@@ -50,7 +50,7 @@ _WIDTHS = (64, 128, 256, 512)  # what a simdgroup holds in whole words of each l
 
 _sparse_attention_kernel = Kernel(
     "sparse_attention",
-    ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "scale", "cosine", "sine"],
+    ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "cosine", "sine"],
     ["o"],
     _sparse_attention_metal.SOURCE,
     cuda_source=_sparse_attention_cuda.SOURCE,
@@ -89,19 +89,24 @@ def sparse_attention(
         return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn, turn_queries=turn_queries)
     if turn_queries and turn[0].shape[-1] > _TURNED:
         q, turn_queries = rope(q.reshape(B, L, H, D), *turn).reshape(q.shape), False
-    heads = _heads_of_group(B * L, H)
     sinks = sinks.astype(mx.float32)
     cos, sin = turn or (sinks, sinks)
     last, index = sources[-1]
     split = isinstance(last, SplitRows)
     far, recent, base = last if split else (last, last, index)
     near = sources[0] if len(sources) == 2 else (far, index)
+    arrays = [q, *near, far, index, recent, base, sinks, cos, sin]
+    template = [
+        *[("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
+        *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
+    ]
+    entries = sum(index.shape[-1] for _, index in sources)
+    if backend() == "cuda" and _sparse_attention_cluster.takes(B * L, entries):
+        return _sparse_attention_cluster.attend(arrays, template, scale, entries)
+    heads = _heads_of_group(B * L, H)
     return _sparse_attention_kernel(
-        inputs=[q, *near, far, index, recent, base, sinks, floats(scale), cos, sin],
-        template=[
-            *[("HG", heads), ("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
-            *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
-        ],
+        inputs=arrays,
+        template=[("HG", heads), *template, ("SCALE_BITS", float_bits(scale))],
         grid=(B * L * (H // heads) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[q.shape],

@@ -17,6 +17,8 @@ from mlx_ds4.custom_kernels import (
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
+    _sparse_attention_cluster,
+    _tiles_cuda,
     hyper_connection,
 )
 from mlx_ds4.custom_kernels._case import all_cases
@@ -205,6 +207,7 @@ def bodies_for_cuda_alone() -> None:
     chosen, weights = mx.zeros((3, 2), dtype=mx.int32), mx.zeros((3, 2))
     hyper_connection._many_dots(mx.zeros((40, 4, 64), dtype=mx.bfloat16), mx.zeros((24, 256)))
     plan = (mx.zeros(6, dtype=mx.int32), mx.zeros(4, dtype=mx.int32))
+    attention_of_few_rows()
     for format in ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8"):
         planes = random_planes(rng, format, 64, 1024)
         for rows, dtype in ((x, mx.bfloat16), (many, mx.float32)):
@@ -236,6 +239,17 @@ def bodies_for_cuda_alone() -> None:
             _expert_tile_cuda.down(a, format, down, *plan)
 
 
+def attention_of_few_rows() -> None:
+    """Every width with and without a second source, recent rows and turns."""
+    for width in (64, 128, 256, 512):
+        q, rows = mx.zeros((1, 2, 6, width), dtype=mx.bfloat16), mx.zeros((1, 40, width), dtype=mx.bfloat16)
+        lists, table, base = mx.zeros((1, 2, 70), dtype=mx.int32), mx.zeros((2, 9)), mx.zeros(1, dtype=mx.int32)
+        for both in (True, False):
+            flags = [("TWO", both), ("SPLIT", both), ("TURN", 9 * both), ("TURN_QUERIES", both)]
+            inputs = [q, rows, lists, rows, lists, rows, base, mx.zeros(6), table, table]
+            _sparse_attention_cluster.attend(inputs, [("PAIRS", width // 64), *flags], 0.1, 70 + 70 * both)
+
+
 @pytest.mark.slow
 def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     launches: list[Launch] = []
@@ -251,16 +265,15 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
     heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
-    heads += ("#include <cuda_bf16.h>\n",)
+    heads += ("#include <cuda_bf16.h>\n", _tiles_cuda.HEADER)
     texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
-    texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER]
+    texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER, _tiles_cuda.HEADER.removeprefix(_tiles_cuda.PTX)]
     for i, launch in enumerate(kinds.values()):
         kernel = launch.kernel
         assert kernel.cuda_header in heads
         text = function(kernel, launch, f"k{i}", kernel.cuda_text()[1])
-        if kernel.cuda_bounds:
-            assert text.count("__global__ ") == 1
-            text = text.replace("__global__ ", "__global__ __launch_bounds__({}, {}) ".format(*kernel.cuda_bounds))
+        assert text.count("__global__ ") == 1
+        text = text.replace("__global__ ", f"__global__ {kernel.cuda_attributes} ")
         texts.append(text)
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
