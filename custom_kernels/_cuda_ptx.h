@@ -78,16 +78,8 @@ __device__ __forceinline__ void wait_for_copies_but() {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The blocks of a cluster: a barrier in two halves, and where another block has what lies at p in this one's shared
-// memory. The first barrier comes before any such access, the last behind all of them.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-template <typename T>
-__device__ __forceinline__ T* in_block(T* p, u32 block) {
-  unsigned long long there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"((unsigned long long)p), "r"(block));
-  return (T*)there;
-}
+// 128 bytes on their way to the second-level cache.
+__device__ __forceinline__ void ask_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // 16 bytes into v, or v as it is.
 __device__ __forceinline__ void read16_if(bool condition, uint4& v, const void* p) {

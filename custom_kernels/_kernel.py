@@ -113,10 +113,10 @@ def included(header: str) -> str:
     return f'#include "{path}"\n'
 
 
-# MLX writes the line that begins a kernel, and has no other way to bound its registers or to make clusters.
-_BEGIN = """
+# MLX writes the line that begins a kernel, and has no other way to bound its registers.
+_BOUNDS = """
 #undef __global__
-#define __global__ __attribute__((global)) {}
+#define __global__ __attribute__((global)) __launch_bounds__({}, {})
 """
 
 
@@ -130,9 +130,8 @@ class Kernel:
     (they are plain CUDA, without Metal's names). A kernel whose `source` is None is for CUDA alone: the op launches it
     only where `backend()` is "cuda". `shared_memory`: bytes that such a body gets besides its own arrays.
     `cuda_bounds`: most threads a block of any body on CUDA and how many blocks a multiprocessor shall hold, which
-    bounds its registers; without it the compiler may keep to 32, and so to few loads on their way. `cuda_cluster`: how
-    many neighbouring blocks form a cluster, which reads the shared memory of all of them. `exact` says that results
-    equal the reference bit for bit.
+    bounds its registers; without it the compiler may keep to 32, and so to few loads on their way. `exact` says that
+    results equal the reference bit for bit.
 
     Raises KernelError when the name is taken by another kernel or there is no body to go with a header.
     """
@@ -148,7 +147,6 @@ class Kernel:
     atomic_outputs: bool = field(default=False, kw_only=True)
     shared_memory: int = field(default=0, kw_only=True)
     cuda_bounds: tuple[int, int] | None = field(default=None, kw_only=True)
-    cuda_cluster: int = field(default=1, kw_only=True)
     exact: bool = field(kw_only=True)
     family: str = field(kw_only=True)
 
@@ -164,17 +162,10 @@ class Kernel:
 
     def cuda_text(self) -> tuple[str, str]:
         """(header, body) for mx.fast.cuda_kernel."""
-        begin = _BEGIN.format(self.cuda_attributes) if self.cuda_attributes else ""
+        bounds = _BOUNDS.format(*self.cuda_bounds) if self.cuda_bounds else ""
         if self.cuda_source is not None:
-            return (self.cuda_header or "") + begin, self.cuda_source
-        return _portable.translate_header(self.header) + begin, _portable.translate_body(self.source)
-
-    @property
-    def cuda_attributes(self) -> str:
-        """What stands between `__global__` and the name, or ""."""
-        words = ["__launch_bounds__({}, {})".format(*self.cuda_bounds)] if self.cuda_bounds else []
-        words += [f"__cluster_dims__({self.cuda_cluster}, 1, 1)"] if self.cuda_cluster > 1 else []
-        return " ".join(words)
+            return (self.cuda_header or "") + bounds, self.cuda_source
+        return _portable.translate_header(self.header) + bounds, _portable.translate_body(self.source)
 
     @functools.cached_property
     def _metal(self) -> Callable[..., list[mx.array]]:

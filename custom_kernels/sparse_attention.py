@@ -30,7 +30,7 @@ import functools
 import mlx.core as mx
 import numpy as np
 
-from . import _sparse_attention_cluster, _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
+from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, float_bits
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
@@ -48,13 +48,26 @@ _CUDA_HEADS, _CUDA_GROUPS = (16, 8, 4, 2, 1), 32
 _TURNED = 64  # pairs of a query that the kernel rotates at most: CUDA's body keeps them in shared memory
 _WIDTHS = (64, 128, 256, 512)  # what a simdgroup holds in whole words of each lane
 
+_INPUTS = ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "cosine", "sine"]
 _sparse_attention_kernel = Kernel(
     "sparse_attention",
-    ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "cosine", "sine"],
+    _INPUTS,
     ["o"],
     _sparse_attention_metal.SOURCE,
     cuda_source=_sparse_attention_cuda.SOURCE,
     cuda_header=_tiles_cuda.HEADER,
+    exact=False,
+    family="sparse_attention",
+)
+_few_kernel = Kernel(
+    "sparse_attention_few",
+    _INPUTS,
+    ["o"],
+    None,
+    cuda_source=_sparse_attention_cuda.FEW_SOURCE,
+    cuda_header=_tiles_cuda.HEADER,
+    cuda_bounds=(256, 1),
+    shared_memory=_sparse_attention_cuda.FEW_BYTES,
     exact=False,
     family="sparse_attention",
 )
@@ -99,14 +112,13 @@ def sparse_attention(
     template = [
         *[("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
         *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
+        ("SCALE_BITS", float_bits(scale)),
     ]
-    entries = sum(index.shape[-1] for _, index in sources)
-    if backend() == "cuda" and _sparse_attention_cluster.takes(B * L, entries):
-        return _sparse_attention_cluster.attend(arrays, template, scale, entries)
     heads = _heads_of_group(B * L, H)
-    return _sparse_attention_kernel(
+    few = backend() == "cuda" and B * L <= _sparse_attention_cuda.MOST_FEW and _sparse_attention_cuda.has_room()
+    return (_few_kernel if few else _sparse_attention_kernel)(
         inputs=arrays,
-        template=[("HG", heads), *template, ("SCALE_BITS", float_bits(scale))],
+        template=[("HG", heads), *template],
         grid=(B * L * (H // heads) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[q.shape],

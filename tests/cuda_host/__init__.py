@@ -92,7 +92,7 @@ def _source(kernel, inputs: list[mx.array], call: dict) -> str:
             "}",
             'extern "C" void run(void** p, int x, int y, int z, int threads, const int* ndims) {',
             *settings,
-            f"  run_grid(x, y, z, threads, {kernel.cuda_cluster}, [=] {{ body({', '.join(values)}); }});",
+            f"  run_grid(x, y, z, threads, [=] {{ body({', '.join(values)}); }});",
             "}",
         ]
     )

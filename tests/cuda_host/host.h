@@ -1,6 +1,5 @@
-// CUDA's names in plain C++ for one block or cluster at a time: threads are fibers (the emulator's stack switch) that
-// change where a warp, the block or the cluster waits. Blocks of a cluster have dynamic shared memory alone: __shared__
-// arrays would be one for all of them.
+// CUDA's names in plain C++ for one block at a time: threads are fibers (the emulator's stack switch) that change where a
+// warp or the block waits.
 // Values that a warp exchanges go through `mailbox`. `_cuda_ptx.h` has its counterpart at the end.
 #pragma once
 #include <algorithm>
@@ -23,7 +22,6 @@ using std::min;
 
 struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -77,22 +75,19 @@ template <class T>
 static T __ldg(const T* p) { return *p; }
 
 // Fibers.
-enum Wait { NOTHING, WARP, BLOCK, CLUSTER, DONE };
+enum Wait { NOTHING, WARP, BLOCK, DONE };
 struct Fiber {
   void* sp;
   std::vector<uint8_t> stack;
   Wait wait;
-  bool arrived;  // at the cluster's barrier
 };
 static std::vector<Fiber> fibers;
 static void* scheduler;
 static std::function<void()> thread_body;
-static int self, first_block, cluster_blocks = 1;  // the running fiber; the cluster of its block
-static const int MOST = 8 * 1024;
-static uint32_t mailbox[MOST][16];
+static uint32_t mailbox[1024][16];
 
 static void wait_for(Wait what) {
-  Fiber& me = fibers[self];
+  Fiber& me = fibers[threadIdx.x];
   me.wait = what;
   emulator_switch(&me.sp, scheduler);
 }
@@ -101,9 +96,7 @@ static void start() {
   wait_for(DONE);
 }
 static void resume(int i) {
-  self = i;
-  threadIdx.x = i % blockDim.x;
-  blockIdx.x = first_block + i / blockDim.x;
+  threadIdx.x = i;
   fibers[i].wait = NOTHING;
   emulator_switch(&scheduler, fibers[i].sp);
 }
@@ -116,45 +109,39 @@ static bool release(int from, int to, Wait what) {
     if (fibers[i].wait == what) resume(i), any = true;
   return any;
 }
-static void run_cluster() {
-  const int threads = blockDim.x, all = threads * cluster_blocks;
-  if ((int)fibers.size() != all) {
+static void run_block(int threads) {
+  if ((int)fibers.size() != threads) {
     fibers.clear();
-    fibers.resize(all);
-    for (Fiber& f : fibers) f.stack.resize((all > 1024 ? 64 : 256) * 1024);
+    fibers.resize(threads);
+    for (Fiber& f : fibers) f.stack.resize(256 * 1024);
   }
-  for (Fiber& f : fibers) {
-    f.sp = fresh_stack(f.stack.data() + f.stack.size(), start);
-    f.arrived = false;
-  }
-  for (int i = 0; i < all; i++) resume(i);
+  for (Fiber& f : fibers) f.sp = fresh_stack(f.stack.data() + f.stack.size(), start);
+  for (int i = 0; i < threads; i++) resume(i);
   for (bool going = true; going;) {
     going = false;
-    for (int w = 0; w < all; w += 32)
+    for (int w = 0; w < threads; w += 32)
       while (release(w, w + 32, WARP)) going = true;
-    for (int b = 0; b < all; b += threads) going |= release(b, b + threads, BLOCK);
-    if (!going) going = release(0, all, CLUSTER);
+    going |= release(0, threads, BLOCK);
   }
   for (Fiber& f : fibers)
     if (f.wait != DONE) fprintf(stderr, "cuda_host: threads wait for one another at different places\n"), abort();
 }
-static void run_grid(int x, int y, int z, int threads, int cluster, std::function<void()> body) {
+static void run_grid(int x, int y, int z, int threads, std::function<void()> body) {
   thread_body = body;
   blockDim = {threads, 1, 1};
   gridDim = {x, y, z};
-  cluster_blocks = cluster;
   for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++)
     for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
-      for (first_block = 0; first_block < x; first_block += cluster) run_cluster();
+      for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) run_block(threads);
 }
 
 static void __syncthreads() { wait_for(BLOCK); }
 static void __syncwarp() { wait_for(WARP); }
-static int lane_base() { return self & ~31; }
+static int lane_base() { return threadIdx.x & ~31; }
 template <class T>
 static T __shfl_sync(unsigned, T x, int lane) {
   static_assert(sizeof(T) == 4, "");
-  mailbox[self][0] = bits_as<uint32_t>(x);
+  mailbox[threadIdx.x][0] = bits_as<uint32_t>(x);
   wait_for(WARP);
   T out = bits_as<T>(mailbox[lane_base() | (lane & 31)][0]);
   wait_for(WARP);
@@ -165,7 +152,7 @@ static T __shfl_xor_sync(unsigned mask, T x, int other) {
   return __shfl_sync(mask, x, (threadIdx.x & 31) ^ other);
 }
 static unsigned __ballot_sync(unsigned, bool vote) {
-  mailbox[self][0] = vote;
+  mailbox[threadIdx.x][0] = vote;
   wait_for(WARP);
   unsigned out = 0;
   for (int i = 0; i < 32; i++) out |= mailbox[lane_base() | i][0] << i;
@@ -188,7 +175,7 @@ static u32 fma2(u32 a, u32 b, u32 c) {
 }
 static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
-  memcpy(mailbox[self], mine, sizeof mine);
+  memcpy(mailbox[threadIdx.x], mine, sizeof mine);
   wait_for(WARP);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   for (int i = 0; i < 4; i++) {
@@ -208,10 +195,10 @@ static void mma_new(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 }
 // Copies happen where they are waited for, the last moment that the hardware may choose.
 struct Copy { void* to; const void* from; int bytes, group; };
-static std::vector<Copy> copies[MOST];
-static int groups[MOST];  // that the thread has committed
+static std::vector<Copy> copies[1024];
+static int groups[1024];  // that the thread has committed
 static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
-  memcpy(mailbox[self], &p, sizeof p);
+  memcpy(mailbox[threadIdx.x], &p, sizeof p);
   wait_for(WARP);
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u32 out[2];
@@ -225,41 +212,28 @@ static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   b0 = out[0], b1 = out[1];
 }
 static void* dynamic_shared() {
-  static uint4 bytes[8][227 * 1024 / sizeof(uint4)];  // what a block of an H200 may have
-  return bytes[blockIdx.x - first_block];
-}
-static void cluster_arrive() {
-  if (fibers[self].arrived) fprintf(stderr, "cuda_host: a thread arrives twice\n"), abort();
-  fibers[self].arrived = true;
-}
-static void cluster_wait() {
-  if (!fibers[self].arrived) fprintf(stderr, "cuda_host: a thread waits where it has not arrived\n"), abort();
-  fibers[self].arrived = false;
-  wait_for(CLUSTER);
-}
-template <typename T>
-static T* in_block(T* p, u32 block) {
-  const long size = 227 * 1024, own = blockIdx.x - first_block;
-  return (T*)((char*)p + (block - own) * size);
+  static uint4 bytes[227 * 1024 / sizeof(uint4)];  // what a block of an H200 may have
+  return bytes;
 }
 template <int BYTES>
-static void copy_async(void* to, const void* from) { copies[self].push_back({to, from, BYTES, groups[self]}); }
+static void copy_async(void* to, const void* from) { copies[threadIdx.x].push_back({to, from, BYTES, groups[threadIdx.x]}); }
 static void copy16_async(void* to, const void* from) { copy_async<16>(to, from); }
 static void copy4_async(void* to, const void* from, int bytes) {
   memset(to, 0, 4);
-  copies[self].push_back({to, from, bytes, groups[self]});
+  copies[threadIdx.x].push_back({to, from, bytes, groups[threadIdx.x]});
 }
-static void commit_copies() { groups[self]++; }
+static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {
   std::vector<Copy> later;
-  for (const Copy& c : copies[self])
+  for (const Copy& c : copies[threadIdx.x])
     if (c.group < below) memcpy(c.to, c.from, c.bytes);
     else later.push_back(c);
-  copies[self] = later;
+  copies[threadIdx.x] = later;
 }
 template <int GROUPS>
-static void wait_for_copies_but() { finish_copies(groups[self] - GROUPS); }
-static void wait_for_copies() { finish_copies(groups[self] + 1); }
+static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS); }
+static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
+static void ask_for(const void*) {}
 static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }

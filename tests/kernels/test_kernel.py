@@ -203,8 +203,6 @@ def test_cuda_text():
     assert "simd_sum" in header and body.startswith("__shared__ float a[2];")
     bound = add_one(name="test_bound", cuda_bounds=(64, 2)).cuda_text()[0]
     assert "__launch_bounds__(64, 2)" in bound and "__launch_bounds__" not in header
-    cluster = add_one(name="test_cluster", cuda_bounds=(64, 2), cuda_cluster=4).cuda_text()[0]
-    assert "__launch_bounds__(64, 2) __cluster_dims__(4, 1, 1)\n" in cluster and "__cluster_dims__" not in bound
     own = add_one(name="test_own", cuda_source="y[0] = x[0];", cuda_header="// mine")
     assert own.cuda_text() == ("// mine", "y[0] = x[0];")
     for half in ({"cuda_header": "// mine"}, {"source": None}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,14 +18,16 @@ from mlx_ds4.custom_kernels import (
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
-    _sparse_attention_cluster,
+    _sparse_attention_cuda,
     _tiles_cuda,
     hyper_connection,
+    sparse_attention,
 )
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._rows import SplitRows
 from mlx_ds4.custom_kernels._switches import trace
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -207,7 +210,6 @@ def bodies_for_cuda_alone() -> None:
     chosen, weights = mx.zeros((3, 2), dtype=mx.int32), mx.zeros((3, 2))
     hyper_connection._many_dots(mx.zeros((40, 4, 64), dtype=mx.bfloat16), mx.zeros((24, 256)))
     plan = (mx.zeros(6, dtype=mx.int32), mx.zeros(4, dtype=mx.int32))
-    attention_of_few_rows()
     for format in ("Q8_0", "Q4_K", "Q2_K", "IQ2_XXS", "MXFP4", "FP8"):
         planes = random_planes(rng, format, 64, 1024)
         for rows, dtype in ((x, mx.bfloat16), (many, mx.float32)):
@@ -240,14 +242,14 @@ def bodies_for_cuda_alone() -> None:
 
 
 def attention_of_few_rows() -> None:
-    """Every width with and without a second source, recent rows and turns."""
+    """Every width, with and without a second source, recent rows and turns."""
     for width in (64, 128, 256, 512):
         q, rows = mx.zeros((1, 2, 6, width), dtype=mx.bfloat16), mx.zeros((1, 40, width), dtype=mx.bfloat16)
-        lists, table, base = mx.zeros((1, 2, 70), dtype=mx.int32), mx.zeros((2, 9)), mx.zeros(1, dtype=mx.int32)
-        for both in (True, False):
-            flags = [("TWO", both), ("SPLIT", both), ("TURN", 9 * both), ("TURN_QUERIES", both)]
-            inputs = [q, rows, lists, rows, lists, rows, base, mx.zeros(6), table, table]
-            _sparse_attention_cluster.attend(inputs, [("PAIRS", width // 64), *flags], 0.1, 70 + 70 * both)
+        lists, turn = mx.zeros((1, 2, 70), dtype=mx.int32), (mx.zeros((2, 9)), mx.zeros((2, 9)))
+        parts = SplitRows(rows, rows, mx.zeros(1, dtype=mx.int32))
+        attend = functools.partial(sparse_attention.sparse_attention, q, sinks=mx.zeros(6), scale=0.1)
+        attend([(rows, lists)])
+        attend([(rows, lists), (parts, lists)], turn=turn, turn_queries=True)
 
 
 @pytest.mark.slow
@@ -259,8 +261,12 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
 
     monkeypatch.setattr(Kernel, "_launch", node)  # nothing of it is ever run
+    monkeypatch.setattr(sparse_attention, "enabled", lambda family: True)
+    monkeypatch.setattr(sparse_attention, "backend", lambda: "cuda")
+    monkeypatch.setattr(_sparse_attention_cuda, "has_room", lambda: True)
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
+        attention_of_few_rows()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
@@ -272,8 +278,9 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         kernel = launch.kernel
         assert kernel.cuda_header in heads
         text = function(kernel, launch, f"k{i}", kernel.cuda_text()[1])
-        assert text.count("__global__ ") == 1
-        text = text.replace("__global__ ", f"__global__ {kernel.cuda_attributes} ")
+        if kernel.cuda_bounds:
+            assert text.count("__global__ ") == 1
+            text = text.replace("__global__ ", "__global__ __launch_bounds__({}, {}) ".format(*kernel.cuda_bounds))
         texts.append(text)
     missing = {k.name for k in all_kernels() if k.source is None} - {x.kernel.name for x in launches}
     assert not missing and compile_cuda(texts, tmp_path) == ""
