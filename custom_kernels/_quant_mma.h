@@ -109,6 +109,7 @@ struct InMemory {
   __device__ __forceinline__ uint2 codes8(int r, int i) const { return read8(at[r].codes + i); }
   __device__ __forceinline__ uint4 codes16(int r, int i) const { return read16(at[r].codes + i); }
   __device__ __forceinline__ uint2 scales8(int r) const { return read8(at[r].scales); }
+  __device__ __forceinline__ uint4 scales16(int r) const { return read16(at[r].scales); }
   __device__ __forceinline__ u32 scales4(int r, int i) const { return read4(at[r].scales + i); }
   __device__ __forceinline__ u32 scale1(int r) const { return at[r].scales[0]; }
   __device__ __forceinline__ u32 half(int r, int unit) const { return ((const unsigned short*)at[r].scales)[unit / 2]; }
@@ -253,13 +254,15 @@ struct Weight<Q4_K> {
   }
 };
 
-// Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns.
+// Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns. Codes
+// and minima stay where they lie in their byte, as subnormal bfloat16; products carry 2^-13, minima 2^-9, which d and
+// dmin make up for.
 template <>
 struct Weight<Q2_K> {
   static constexpr int FORMAT = Q2_K, UNIT = 256, CODES = 64, SCALES = 16, SUPERS = 4, PIECE = 16, SWIZZLE = 2;
-  static constexpr int LANE_CODES = 8, LANE_SCALES = 4, LANE_COLUMNS = 8;
+  static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][2];
-  u32 s[2];  // of blocks 2 t and 2 t + 1
+  uint4 s[2];
   u32 super[2];
   template <class From>
   __device__ __forceinline__ void load(const From& from, int unit) {
@@ -267,7 +270,7 @@ struct Weight<Q2_K> {
     for (int r = 0; r < 2; r++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) q[r][h] = from.codes8(r, 32 * h);
-      s[r] = from.scales4(r, 0);
+      s[r] = from.scales16(r);
       super[r] = from.super(r);
     }
   }
@@ -276,23 +279,28 @@ struct Weight<Q2_K> {
     float p[NT][4], minima[NT][4];
     clear(p);
     clear(minima);
-    const int odd = 8 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
-    const int quad = threadIdx.x & 28;
-    u32 word[2];
+    const u32 own = 0x0101 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
+    u32 scales[2], lows[2];  // of two blocks
 #pragma unroll
     for (int j = 0; j < 8; j++) {
+      const int place = 2 * (j & 3);  // of a code in its byte, which therefore is code 2^(place - 133)
+      const u32 mask = 0x00030003u << place, unit = 0x7f007f00u - 0x00800080u * place;  // 2^(127 - place)
+      const u32 byte = own + 0x0202 * (j & 1);
       u32 a[2][4], m[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (j % 2 == 0) word[r] = __shfl_sync(~0u, s[r], quad + j / 2) >> odd;
-        u32 scale = spread(word[r] & 0x0f0f0f0fu, 2 * (j & 1));
-        m[r] = spread((word[r] >> 4) & 0x0f0f0f0fu, 2 * (j & 1));
-        u32 shift = mul2(scale, 0xc300c300u);  // -128 scale, exact
-        u32 lo = (q[r][j / 4].x >> (2 * (j & 3))) & 0x03030303u, hi = (q[r][j / 4].y >> (2 * (j & 3))) & 0x03030303u;
-        a[r][0] = fma2(__byte_perm(lo, 0x43, 0x4140), scale, shift);
-        a[r][1] = fma2(__byte_perm(lo, 0x43, 0x4342), scale, shift);
-        a[r][2] = fma2(__byte_perm(hi, 0x43, 0x4140), scale, shift);
-        a[r][3] = fma2(__byte_perm(hi, 0x43, 0x4342), scale, shift);
+        if (j % 2 == 0) {
+          const u32 word = j == 0 ? s[r].x : j == 2 ? s[r].y : j == 4 ? s[r].z : s[r].w;
+          scales[r] = word & 0x0f0f0f0fu;
+          lows[r] = word & 0xf0f0f0f0u;
+        }
+        const uint2 w = q[r][j / 4];
+        const u32 scale = sub2(__byte_perm(scales[r], 0x7c7d7e7f, byte + 0x4040 + 0x1010 * (j & 3)), unit);
+        m[r] = mul2(__byte_perm(lows[r], 0, byte + 0x4040), 0x7b807b80u);
+        a[r][0] = mul2(__byte_perm(w.x, 0, 0x4140) & mask, scale);  // scale is 2^(120 - place) times the integer
+        a[r][1] = mul2(__byte_perm(w.x, 0, 0x4342) & mask, scale);
+        a[r][2] = mul2(__byte_perm(w.y, 0, 0x4140) & mask, scale);
+        a[r][3] = mul2(__byte_perm(w.y, 0, 0x4342) & mask, scale);
       }
 #pragma unroll
       for (int i = 0; i < NT; i++) {
@@ -303,10 +311,16 @@ struct Weight<Q2_K> {
       }
       x.done(32 * j);
     }
+    float d[2], dmin[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      d[r] = 8192.f * half_bits(super[r] & 0xffff);
+      dmin[r] = -512.f * half_bits(super[r] >> 16);
+    }
 #pragma unroll
     for (int i = 0; i < NT; i++) {
-      add_scaled(acc[i], p[i], half_bits(super[0] & 0xffff), half_bits(super[1] & 0xffff));
-      add_scaled(acc[i], minima[i], -half_bits(super[0] >> 16), -half_bits(super[1] >> 16));
+      add_scaled(acc[i], p[i], d[0], d[1]);
+      add_scaled(acc[i], minima[i], dmin[0], dmin[1]);
     }
   }
 };

@@ -26,25 +26,25 @@ struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
   const unsigned char* from;  // of this lane's first piece
   int after[EACH];            // how far the others lie behind it
+  // The lane's first; where there are too few, lanes repeat them, which costs less than a branch.
+  static __device__ __forceinline__ int piece() { return (threadIdx.x & 31) % (ALL < 32 ? ALL : 32); }
   // plane: of row 0, `stride` bytes a row, rows past `last` repeat it; first: step.
   __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last, int first) {
     int at[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int q = (threadIdx.x & 31) + 32 * i;
+      const int q = piece() + 32 * i;
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
       after[i] = at[i] - at[0];
     }
     from = plane + first * BYTES + at[0];
   }
   __device__ __forceinline__ void copy(unsigned char* to, int step) {
+    // Pieces lie one behind another; rows 32 pieces apart are moved alike.
+    unsigned char* const at = to + ((piece() * PIECE) ^ Place::moved(piece() / PIECES));
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int q = (threadIdx.x & 31) + 32 * i, row = q / PIECES;
-      if (ALL % 32 == 0 || q < ALL)
-        copy_async<PIECE>(
-            to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), i == 0 ? from : from + after[i]);
-    }
+    for (int i = 0; i < EACH; i++)
+      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + 32 * PIECE * i, i == 0 ? from : from + after[i]);
     from += step * BYTES;
   }
 };
@@ -99,6 +99,7 @@ struct InRing {
     return *(const uint4*)(codes + 8 * r * W::CODES + (lane ^ i));
   }
   __device__ __forceinline__ uint2 scales8(int r) const { return *(const uint2*)(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ uint4 scales16(int r) const { return *(const uint4*)(scales + 8 * r * Slot<W>::ROW); }
   __device__ __forceinline__ u32 scales4(int r, int i) const {
     return *(const u32*)(scales + 8 * r * Slot<W>::ROW + i);
   }
@@ -137,6 +138,19 @@ struct HeldRow {
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
+// One row of x a column, read as it is used where it lies, in shared memory. A column without a row has zeros, as lanes
+// that read nothing cost no bandwidth.
+struct PlainRow {
+  const bf16* p;
+  bool real;
+  __device__ __forceinline__ uint4 octet(int, int column) const {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (real) v = *(const uint4*)(p + column);
+    return v;
+  }
+  __device__ __forceinline__ void done(int) const {}
+};
+
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
 // `next`, a function that calls open() and returns true, or false when there is none.
 template <class W, int MS, int BYTES = RING>
@@ -151,9 +165,10 @@ struct Stream {
   };
   Matrix from[MS];
   unsigned char* ring;
-  int left, step, in, out;
+  int left, step, in, out;  // in, out: the slots' places
 
-  __device__ __forceinline__ explicit Stream(unsigned char* ring) : ring(ring), left(0), step(0), in(0), out(0) {}
+  __device__ __forceinline__ explicit Stream(unsigned char* ring, int step = 0)
+      : ring(ring), left(0), step(step), in(0), out(0) {}
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
     const RowBytes stride = row_bytes<F>(run.K);
     const int last = run.N - 1 - 16 * run.tile;
@@ -176,12 +191,12 @@ struct Stream {
       left--;
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        unsigned char* const slot = ring + in * SIZE + m * Slot<W>::BYTES;
+        unsigned char* const slot = ring + in + m * Slot<W>::BYTES;
         from[m].codes.copy(slot, step);
         from[m].scales.copy(slot + Slot<W>::CODES, step);
         from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step);
       }
-      in = in + 1 == D ? 0 : in + 1;
+      in = in == (D - 1) * SIZE ? 0 : in + SIZE;
     }
     commit_copies();
   }
@@ -205,9 +220,9 @@ struct Stream {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         const int odd = (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1;
-        now[m].load(InRing<W>(ring + out * SIZE + m * Slot<W>::BYTES, odd), unit);
+        now[m].load(InRing<W>(ring + out + m * Slot<W>::BYTES, odd), unit);
       }
-      out = out + 1 == D ? 0 : out + 1;
+      out = out == (D - 1) * SIZE ? 0 : out + SIZE;
       if (EARLY) {
         __syncwarp();
         send(next);
