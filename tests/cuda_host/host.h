@@ -159,6 +159,14 @@ static unsigned __ballot_sync(unsigned, bool vote) {
   wait_for(WARP);
   return out;
 }
+static unsigned __match_any_sync(unsigned, int x) {
+  mailbox[threadIdx.x][0] = x;
+  wait_for(WARP);
+  unsigned out = 0;
+  for (int i = 0; i < 32; i++) out |= unsigned(mailbox[lane_base() | i][0] == (uint32_t)x) << i;
+  wait_for(WARP);
+  return out;
+}
 static bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 
 // The counterpart of _cuda_ptx.h.
