@@ -280,27 +280,26 @@ struct Weight<Q2_K> {
     clear(p);
     clear(minima);
     const u32 own = 0x0101 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
-    u32 scales[2], lows[2];  // of two blocks
+    u32 scales[2], lows[2];             // of two blocks, one in each half
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const int place = 2 * (j & 3);  // of a code in its byte, which therefore is code 2^(place - 133)
-      const u32 mask = 0x00030003u << place, unit = 0x7f007f00u - 0x00800080u * place;  // 2^(127 - place)
-      const u32 byte = own + 0x0202 * (j & 1);
+      const u32 mask = 0x00030003u << place;
       u32 a[2][4], m[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (j % 2 == 0) {
+        if (j % 2 == 0) {  // scales, 4 bits, as their multiples of 2^(120 - place): 2^(127 - place) more, and less
           const u32 word = j == 0 ? s[r].x : j == 2 ? s[r].y : j == 4 ? s[r].z : s[r].w;
-          scales[r] = word & 0x0f0f0f0fu;
-          lows[r] = word & 0xf0f0f0f0u;
+          const u32 more = __byte_perm(word & 0x0f0f0f0fu, 0x7c7d7e7f, own + (j & 2 ? 0x7260 : 0x5240));
+          scales[r] = sub2(more, j & 2 ? 0x7c007d00u : 0x7e007f00u);
+          lows[r] = __byte_perm(word, 0, own + 0x4240) & 0x00f000f0u;
         }
         const uint2 w = q[r][j / 4];
-        const u32 scale = sub2(__byte_perm(scales[r], 0x7c7d7e7f, byte + 0x4040 + 0x1010 * (j & 3)), unit);
-        m[r] = mul2(__byte_perm(lows[r], 0, byte + 0x4040), 0x7b807b80u);
-        a[r][0] = mul2(__byte_perm(w.x, 0, 0x4140) & mask, scale);  // scale is 2^(120 - place) times the integer
-        a[r][1] = mul2(__byte_perm(w.x, 0, 0x4342) & mask, scale);
-        a[r][2] = mul2(__byte_perm(w.y, 0, 0x4140) & mask, scale);
-        a[r][3] = mul2(__byte_perm(w.y, 0, 0x4342) & mask, scale);
+        m[r] = mul2_by_half(0x7b807b80u, lows[r], j & 1);
+        a[r][0] = mul2_by_half(__byte_perm(w.x, 0, 0x4140) & mask, scales[r], j & 1);
+        a[r][1] = mul2_by_half(__byte_perm(w.x, 0, 0x4342) & mask, scales[r], j & 1);
+        a[r][2] = mul2_by_half(__byte_perm(w.y, 0, 0x4140) & mask, scales[r], j & 1);
+        a[r][3] = mul2_by_half(__byte_perm(w.y, 0, 0x4342) & mask, scales[r], j & 1);
       }
 #pragma unroll
       for (int i = 0; i < NT; i++) {
