@@ -25,8 +25,6 @@ const u32 BIAS = 0x43004300u;  // 128 in both halves: 0x4300 | u is 128 + u for 
 // Bytes (0, 1) and (2, 3) of w, each below 128, as bfloat16 pairs.
 __device__ __forceinline__ u32 low_pair(u32 w) { return sub2(__byte_perm(w, 0x43, 0x4140), BIAS); }
 __device__ __forceinline__ u32 high_pair(u32 w) { return sub2(__byte_perm(w, 0x43, 0x4342), BIAS); }
-// The same for signed bytes: 128 + (q & 127), minus 128 or 256 by the sign bit.
-__device__ __forceinline__ u32 signed_pair(u32 p) { return sub2(p & 0xff7fff7fu, p & 0xff80ff80u); }
 // Byte i of w in both halves.
 __device__ __forceinline__ u32 spread(u32 w, int i) { return sub2(__byte_perm(w, 0x43, 0x4040 + 0x0101 * i), BIAS); }
 
@@ -130,6 +128,8 @@ struct Weight<Q8_0> {
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   static constexpr bool SCALED = true;
   uint2 q[2][4], s[2];
+  // Bytes 128 + q, which are (128 + q) 2^-133 as bfloat16, as q / 64.
+  static __device__ __forceinline__ u32 sixty_fourths(u32 p) { return fma2(p, 0x7f007f00u, 0xc000c000u); }
   template <class From>
   __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
@@ -142,12 +142,13 @@ struct Weight<Q8_0> {
   __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int i, int t, const uint4*) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      a[r][0] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4140));
-      a[r][1] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4342));
-      a[r][2] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4140));
-      a[r][3] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4342));
+      const u32 first = q[r][i].x ^ 0x80808080u, second = q[r][i].y ^ 0x80808080u;
+      a[r][0] = sixty_fourths(__byte_perm(first, 0, 0x4140));
+      a[r][1] = sixty_fourths(__byte_perm(first, 0, 0x4342));
+      a[r][2] = sixty_fourths(__byte_perm(second, 0, 0x4140));
+      a[r][3] = sixty_fourths(__byte_perm(second, 0, 0x4342));
       u32 pair = i < 2 ? s[r].x : s[r].y;
-      scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
+      scale[r] = 64.f * half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
     }
   }
   template <int NT, class X>
