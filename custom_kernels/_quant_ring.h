@@ -24,12 +24,12 @@ struct Slot {
 template <int BYTES, int PIECE, int ROWS, class Place>
 struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
-  const unsigned char* from;  // of this lane's first piece
+  const unsigned char* from;  // of this lane's first piece, in unit 0
   int after[EACH];            // how far the others lie behind it
   // The lane's first; where there are too few, lanes repeat them, which costs less than a branch.
   static __device__ __forceinline__ int piece() { return (threadIdx.x & 31) % (ALL < 32 ? ALL : 32); }
-  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it; first: step.
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last, int first) {
+  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it.
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last) {
     int at[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -37,22 +37,22 @@ struct PlaneCopies {
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
       after[i] = at[i] - at[0];
     }
-    from = plane + first * BYTES + at[0];
+    from = plane + at[0];
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+  __device__ __forceinline__ void copy(unsigned char* to, int unit) {
+    const unsigned char* const first = from + unit * BYTES;
     // Pieces lie one behind another; rows 32 pieces apart are moved alike.
     unsigned char* const at = to + ((piece() * PIECE) ^ Place::moved(piece() / PIECES));
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + 32 * PIECE * i, i == 0 ? from : from + after[i]);
-    from += step * BYTES;
+      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + 32 * PIECE * i, i == 0 ? first : first + after[i]);
   }
 };
 struct InOrder {
   static __device__ __forceinline__ int moved(int) { return 0; }
 };
 struct NoCopies {
-  __device__ __forceinline__ void begin(const unsigned char*, int, int, int) {}
+  __device__ __forceinline__ void begin(const unsigned char*, int, int) {}
   __device__ __forceinline__ void copy(unsigned char*, int) {}
 };
 template <bool CONDITION, class A, class B>
@@ -64,18 +64,16 @@ struct Either<false, A, B> { typedef B type; };
 // or they alone where the other half would lie behind the row.
 struct HalfCopies {
   const unsigned char* from;
-  int unit, last;
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last_row, int first) {
+  int last;
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last_row) {
     from = plane + min((int)threadIdx.x & 15, last_row) * stride;
-    unit = first;
     last = stride / 2 - 1;
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+  __device__ __forceinline__ void copy(unsigned char* to, int unit) {
     const unsigned char* const p = from + unit / 2 * 2;
     const int second = (size_t)p & 2;
     if ((threadIdx.x & 31) < 16)
       copy4_async(to + 4 * (threadIdx.x & 15), p - second, second || unit / 2 < last ? 4 : 2);
-    unit += step;
   }
 };
 
@@ -165,37 +163,38 @@ struct Stream {
   };
   Matrix from[MS];
   unsigned char* ring;
-  int left, step, in, out;  // in, out: the slots' places
+  int unit, end, step, in, out;  // the next unit; in, out: the slots' places
 
   __device__ __forceinline__ explicit Stream(unsigned char* ring, int step = 0)
-      : ring(ring), left(0), step(step), in(0), out(0) {}
+      : ring(ring), unit(0), end(0), step(step), in(0), out(0) {}
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
     const RowBytes stride = row_bytes<F>(run.K);
     const int last = run.N - 1 - 16 * run.tile;
-    left = run.first < run.end ? (run.end - run.first + run.step - 1) / run.step : 0;
+    unit = run.first;
+    end = run.end;
     step = run.step;
 #pragma unroll
     for (int m = 0; m < MS; m++) {
       const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
-      from[m].codes.begin(p.codes, stride.codes, last, run.first);
-      from[m].scales.begin(p.scales, stride.scales, last, run.first);
-      from[m].supers.begin(p.supers, stride.supers, last, run.first);
+      from[m].codes.begin(p.codes, stride.codes, last);
+      from[m].scales.begin(p.scales, stride.scales, last);
+      from[m].supers.begin(p.supers, stride.supers, last);
     }
   }
   // Sends the copies of one step on their way, if there is one.
   template <class Next>
   __device__ __forceinline__ void send(Next next) {
-    while (left == 0)
+    while (unit >= end)
       if (!next()) break;
-    if (left > 0) {
-      left--;
+    if (unit < end) {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         unsigned char* const slot = ring + in + m * Slot<W>::BYTES;
-        from[m].codes.copy(slot, step);
-        from[m].scales.copy(slot + Slot<W>::CODES, step);
-        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step);
+        from[m].codes.copy(slot, unit);
+        from[m].scales.copy(slot + Slot<W>::CODES, unit);
+        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, unit);
       }
+      unit += step;
       in = in == (D - 1) * SIZE ? 0 : in + SIZE;
     }
     commit_copies();
