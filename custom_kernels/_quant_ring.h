@@ -165,6 +165,7 @@ struct Stream {
   unsigned char* ring;
   int unit, end, step, in, out;  // the next unit; in, out: the slots' places
 
+  // step: of all runs, where it is known now, which saves its register.
   __device__ __forceinline__ explicit Stream(unsigned char* ring, int step = 0)
       : ring(ring), unit(0), end(0), step(step), in(0), out(0) {}
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
