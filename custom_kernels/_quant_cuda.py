@@ -5,8 +5,8 @@ portable Metal text runs on CUDA too, but there six rows cost six times the mult
 `_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that
 depends on the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
 
-Estimate: bytes are the planes once plus activations from cache; per weight about 2 integer operations (Q8_0, IQ2_XXS)
-or 3 (MXFP4, Q2_K), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
+Estimate: bytes are the planes once plus activations from cache; per weight about 1.5 operations (Q8_0, Q2_K), 2
+(IQ2_XXS) or 3 (MXFP4), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
 """
 
 from __future__ import annotations
