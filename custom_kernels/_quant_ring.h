@@ -24,35 +24,35 @@ struct Slot {
 template <int BYTES, int PIECE, int ROWS, class Place>
 struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
-  const unsigned char* from;  // of this lane's first piece
+  const unsigned char* from;  // of this lane's first piece, in unit 0
   int after[EACH];            // how far the others lie behind it
-  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it; first: step.
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last, int first) {
+  // The lane's first; where there are too few, lanes repeat them, which costs less than a branch.
+  static __device__ __forceinline__ int piece() { return (threadIdx.x & 31) % (ALL < 32 ? ALL : 32); }
+  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it.
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last) {
     int at[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int q = (threadIdx.x & 31) + 32 * i;
+      const int q = piece() + 32 * i;
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
       after[i] = at[i] - at[0];
     }
-    from = plane + first * BYTES + at[0];
+    from = plane + at[0];
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+  __device__ __forceinline__ void copy(unsigned char* to, int unit) {
+    const unsigned char* const first = from + unit * BYTES;
+    // Pieces lie one behind another; rows 32 pieces apart are moved alike.
+    unsigned char* const at = to + ((piece() * PIECE) ^ Place::moved(piece() / PIECES));
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int q = (threadIdx.x & 31) + 32 * i, row = q / PIECES;
-      if (ALL % 32 == 0 || q < ALL)
-        copy_async<PIECE>(
-            to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), i == 0 ? from : from + after[i]);
-    }
-    from += step * BYTES;
+    for (int i = 0; i < EACH; i++)
+      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + 32 * PIECE * i, i == 0 ? first : first + after[i]);
   }
 };
 struct InOrder {
   static __device__ __forceinline__ int moved(int) { return 0; }
 };
 struct NoCopies {
-  __device__ __forceinline__ void begin(const unsigned char*, int, int, int) {}
+  __device__ __forceinline__ void begin(const unsigned char*, int, int) {}
   __device__ __forceinline__ void copy(unsigned char*, int) {}
 };
 template <bool CONDITION, class A, class B>
@@ -64,18 +64,16 @@ struct Either<false, A, B> { typedef B type; };
 // or they alone where the other half would lie behind the row.
 struct HalfCopies {
   const unsigned char* from;
-  int unit, last;
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last_row, int first) {
+  int last;
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last_row) {
     from = plane + min((int)threadIdx.x & 15, last_row) * stride;
-    unit = first;
     last = stride / 2 - 1;
   }
-  __device__ __forceinline__ void copy(unsigned char* to, int step) {
+  __device__ __forceinline__ void copy(unsigned char* to, int unit) {
     const unsigned char* const p = from + unit / 2 * 2;
     const int second = (size_t)p & 2;
     if ((threadIdx.x & 31) < 16)
       copy4_async(to + 4 * (threadIdx.x & 15), p - second, second || unit / 2 < last ? 4 : 2);
-    unit += step;
   }
 };
 
@@ -99,6 +97,7 @@ struct InRing {
     return *(const uint4*)(codes + 8 * r * W::CODES + (lane ^ i));
   }
   __device__ __forceinline__ uint2 scales8(int r) const { return *(const uint2*)(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ uint4 scales16(int r) const { return *(const uint4*)(scales + 8 * r * Slot<W>::ROW); }
   __device__ __forceinline__ u32 scales4(int r, int i) const {
     return *(const u32*)(scales + 8 * r * Slot<W>::ROW + i);
   }
@@ -137,6 +136,19 @@ struct HeldRow {
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
+// One row of x a column, read as it is used where it lies, in shared memory. A column without a row has zeros, as lanes
+// that read nothing cost no bandwidth.
+struct PlainRow {
+  const bf16* p;
+  bool real;
+  __device__ __forceinline__ uint4 octet(int, int column) const {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (real) v = *(const uint4*)(p + column);
+    return v;
+  }
+  __device__ __forceinline__ void done(int) const {}
+};
+
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
 // `next`, a function that calls open() and returns true, or false when there is none.
 template <class W, int MS, int BYTES = RING>
@@ -151,37 +163,40 @@ struct Stream {
   };
   Matrix from[MS];
   unsigned char* ring;
-  int left, step, in, out;
+  int unit, end, step, in, out;  // the next unit; in, out: the slots' places
 
-  __device__ __forceinline__ explicit Stream(unsigned char* ring) : ring(ring), left(0), step(0), in(0), out(0) {}
+  // step: of all runs, where it is known now, which saves its register.
+  __device__ __forceinline__ explicit Stream(unsigned char* ring, int step = 0)
+      : ring(ring), unit(0), end(0), step(step), in(0), out(0) {}
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
     const RowBytes stride = row_bytes<F>(run.K);
     const int last = run.N - 1 - 16 * run.tile;
-    left = run.first < run.end ? (run.end - run.first + run.step - 1) / run.step : 0;
+    unit = run.first;
+    end = run.end;
     step = run.step;
 #pragma unroll
     for (int m = 0; m < MS; m++) {
       const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
-      from[m].codes.begin(p.codes, stride.codes, last, run.first);
-      from[m].scales.begin(p.scales, stride.scales, last, run.first);
-      from[m].supers.begin(p.supers, stride.supers, last, run.first);
+      from[m].codes.begin(p.codes, stride.codes, last);
+      from[m].scales.begin(p.scales, stride.scales, last);
+      from[m].supers.begin(p.supers, stride.supers, last);
     }
   }
   // Sends the copies of one step on their way, if there is one.
   template <class Next>
   __device__ __forceinline__ void send(Next next) {
-    while (left == 0)
+    while (unit >= end)
       if (!next()) break;
-    if (left > 0) {
-      left--;
+    if (unit < end) {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        unsigned char* const slot = ring + in * SIZE + m * Slot<W>::BYTES;
-        from[m].codes.copy(slot, step);
-        from[m].scales.copy(slot + Slot<W>::CODES, step);
-        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, step);
+        unsigned char* const slot = ring + in + m * Slot<W>::BYTES;
+        from[m].codes.copy(slot, unit);
+        from[m].scales.copy(slot + Slot<W>::CODES, unit);
+        from[m].supers.copy(slot + Slot<W>::CODES + Slot<W>::SCALES, unit);
       }
-      in = in + 1 == D ? 0 : in + 1;
+      unit += step;
+      in = in == (D - 1) * SIZE ? 0 : in + SIZE;
     }
     commit_copies();
   }
@@ -205,9 +220,9 @@ struct Stream {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
         const int odd = (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1;
-        now[m].load(InRing<W>(ring + out * SIZE + m * Slot<W>::BYTES, odd), unit);
+        now[m].load(InRing<W>(ring + out + m * Slot<W>::BYTES, odd), unit);
       }
-      out = out + 1 == D ? 0 : out + 1;
+      out = out == (D - 1) * SIZE ? 0 : out + SIZE;
       if (EARLY) {
         __syncwarp();
         send(next);
