@@ -39,7 +39,7 @@ from mlx_ds4.drafter_files import find_drafter, load_drafter
 from mlx_ds4.machine import machine
 from mlx_ds4.random_model import cut_config, fill_cache, random_drafter, random_model
 
-REPEATS = 2  # of each text in each mode
+REPEATS = 3  # of each text in each mode
 MODES = ("off", "on", "always")
 
 
@@ -103,7 +103,9 @@ def texts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         responses = list(stream_generate(model, tokenizer, prompt, count, **drafting))
         return [r.token for r in responses], responses[-1].generation_tps, responses[-1].drafts
 
-    for mode in MODES:  # compiles
+    # Compiles what a text may need: passes of every number of rows, which admission would otherwise meet one by one.
+    warm(model, chunk=2 * drafter.config.sliding_window, rows=range(1, drafter.block_size + 2))
+    for mode in MODES:
         run(prompts[0], mode, min(24, args.max_tokens))
     for number, prompt in enumerate(prompts):
         rates: dict[str, list[float]] = {mode: [] for mode in MODES}

@@ -20,30 +20,20 @@ _PAIRS = """
     };
 """
 
-# Of an expert's riders AT_ONCE at a time: one with more of them is in the list again. Rows are at most 8.
-_DISTINCT = """
-    __shared__ int experts[64], first_riders[AT_ONCE < 8 ? 64 : 1], listed;
-    if (warp == 0) {
-      int before[2] = {0, 0};  // riders of the same expert before this lane's pairs
-      for (int q = 0; q < P; q++) {
-        const int e = expert_of(q);
-        before[0] += e == choice && q < lane;
-        before[1] += e == choice2 && q < lane + 32;
-      }
-      const unsigned long long firsts =
-          (unsigned long long)__ballot_sync(~0u, lane + 32 < P && before[1] % AT_ONCE == 0) << 32 |
-          __ballot_sync(~0u, lane < P && before[0] % AT_ONCE == 0);
-      for (int q = lane; q < 64; q += 32) {
-        if (!(firsts >> q & 1)) continue;
-        const int k = __popcll(firsts & ((1ull << q) - 1));
-        experts[k] = q < 32 ? choice : choice2;
-        if (AT_ONCE < 8) first_riders[k] = q;
-      }
-      if (lane == 0) listed = __popcll(firsts);
+_FIRSTS = """
+    // How many earlier pairs chose this lane's experts.
+    const unsigned earlier = (1u << lane) - 1;
+    const unsigned alike = __match_any_sync(~0u, choice), alike2 = __match_any_sync(~0u, choice2);
+    int before = __popc(alike & earlier), before2 = __popc(alike2 & earlier);
+    for (int q = 32; q < P; q++) {
+      const int among = __popc(__ballot_sync(~0u, choice == expert_of(q)));
+      if (lane == q - 32) before2 += among;
     }
-    __syncthreads();
-    const int distinct = listed;
-    auto riders_of = [&](int k) { return chosen_by(experts[k]) & (AT_ONCE < 8 ? ~0ull << first_riders[k] : ~0ull); };
+    // The first of every `size` pairs with one expert.
+    auto first_of_every = [&](int size) {
+      const bool first = lane < P && before % size == 0, first2 = lane + 32 < P && before2 % size == 0;
+      return (unsigned long long)__ballot_sync(~0u, first2) << 32 | __ballot_sync(~0u, first);
+    };
 """
 
 GATE_UP_FEW_SOURCE = (
@@ -51,19 +41,28 @@ GATE_UP_FEW_SOURCE = (
     // Teams of TEAM warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for pairs
     // with this expert, four at a time, in every other column: that saves half of the products with scales. A warp adds
     // up parts of the width, of the S that take its units in turn; its ring runs on through parts and items.
-    constexpr int AT_ONCE = 4;
 """
     + _PAIRS
-    + _DISTINCT
+    + _FIRSTS
     + """
+    const unsigned long long firsts = first_of_every(4);
+    const int distinct = __popcll(firsts);
+    __shared__ int experts[64], first_riders[64];
+    for (int q = threadIdx.x; q < 64; q += blockDim.x) {
+      if (!(firsts >> q & 1)) continue;
+      const int k = __popcll(firsts & ((1ull << q) - 1));
+      experts[k] = chosen[q];
+      first_riders[k] = q;
+    }
+    __syncthreads();
     typedef Few<F, true> W;
     const int team = warp / TEAM, member = warp % TEAM;
     // Tables at a multiple of their size, if there are any; rings before them and behind them.
     unsigned char *const start = (unsigned char*)dynamic_shared(), *tables = start;
     if (W::TABLES) tables += -shared_address(start) & (W::TABLES - 1);
-    const int before = min((int)(tables - start) / BYTES, TEAMS * TEAM);
-    unsigned char* const behind = tables + W::TABLES - before * BYTES;
-    Stream<W, 2, S, BYTES> stream(opaque(shared_address(warp < before ? start : behind) + warp * BYTES));
+    const int rings_before = min((int)(tables - start) / BYTES, TEAMS * TEAM);
+    unsigned char* const behind = tables + W::TABLES - rings_before * BYTES;
+    Stream<W, 2, S, BYTES> stream(opaque(shared_address(warp < rings_before ? start : behind) + warp * BYTES));
     // Two sets of sums, used in turn, so that an item needs one barrier.
     float* const all_sums = (float*)(behind + TEAMS * TEAM * BYTES) + team * (2 * 2 * S * 64);
     const float LIMIT = __int_as_float(LIMIT_BITS);
@@ -101,7 +100,8 @@ GATE_UP_FEW_SOURCE = (
     __syncthreads();
     const typename W::Reader reader((const uint4*)tables, t);
     for (int set = 0; item.which < distinct; go_on(item, stride), set ^= 1) {
-      const unsigned long long riders = riders_of(item.which);
+      // And those of later groups.
+      const unsigned long long riders = chosen_by(experts[item.which]) & (~0ull << first_riders[item.which]);
       // The pair of rider t, whose outputs are this lane's, and that of column g.
       const int pair = t < __popcll(riders) ? pair_of(riders, t) : -1, of_column = __shfl_sync(~0u, pair, g / 2);
       const bf16* const row = (const bf16*)x + (size_t)(max(of_column, 0) / SLOTS) * K;
@@ -140,13 +140,14 @@ GATE_UP_FEW_SOURCE = (
 
 DOWN_FEW_SOURCE = (
     """
-    // An item is 16 output rows of a distinct expert, the whole width in one warp; items go round the warps of the
-    // grid, whose rings run on through them. y: each pair's outputs, rounded, then, SHARED == 2, the shared expert's of
-    // each row. Sums are those of two halves of the width, and of the SS warps that would share the shared matrix.
-    constexpr int AT_ONCE = 8;
+    // A block has a part of an expert, for as many of its pairs as HELD bytes of shared memory hold: up to `rounds`
+    // tiles of 16 output rows for each of its S warps, the whole width in one warp, whose ring runs on through them.
+    // Or, SHARED == 2, a part of the shared expert's matrix, where the warps take the width in turn. y: each pair's
+    // outputs, rounded, then the shared expert's of each row. Sums are those of two halves of the width, and of the SS
+    // warps that would share the shared matrix.
 """
     + _PAIRS
-    + _DISTINCT
+    + _FIRSTS
     + """
     __shared__ uint4 grid_s[F == IQ2_XXS || FS == IQ2_XXS ? 256 : 1];
     if (F == IQ2_XXS || FS == IQ2_XXS) {
@@ -154,80 +155,120 @@ DOWN_FEW_SOURCE = (
       __syncthreads();
     }
     __shared__ uint4 rings[S * RING / 16];
+    __shared__ uint4 held[HELD / 16];
     const u32 ring = ring_of(rings, warp);
-    typedef Weight<F> W;
-    const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
-    const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16, items = distinct * tiles;
-    const int units = K / W::UNIT, half = (units + 1) / 2, stride = S * gridDim.x;
-    int item = warp * gridDim.x + blockIdx.x, sent = item;  // neighbouring items on different multiprocessors
-    auto run_of = [&](int item) {
-      return Run{(size_t)experts[item / tiles] * N, item % tiles, N, K, 0, 1, units};
-    };
-    Stream<W, 1> stream(ring);
-    auto next = [&] {
-      if (sent >= items) return false;
-      stream.open(w, run_of(sent));
-      sent += stride;
-      return true;
-    };
-    stream.fill(next);
-    for (; item < items; item += stride) {
-      const Run run = run_of(item);
-      const unsigned long long riders = riders_of(item / tiles);
-      const int count = __popcll(riders);
-      HeldRow<W> columns(
-          (const bf16*)x + (size_t)pair_of(riders, min(g, count - 1)) * K + t * W::LANE_COLUMNS, g < count);
-      columns.read(0);
-      float acc[1][4], before[4] = {0.f, 0.f, 0.f, 0.f};
-      clear(acc);
-      int unit = 0;
-      stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool last) {
-        if (unit++ == half) {
-          for (int c = 0; c < 4; c++) before[c] = acc[0][c];
-          clear(acc);
-        }
-        columns.real &= !last;
-        columns.following += W::UNIT;
-        now[0].multiply(acc, columns, t, grid_s);
-      });
-      for (int c = 0; c < 4; c++) {
-        const int n = 2 * t + (c & 1), r = 16 * run.tile + g + 8 * (c >> 1);
-        if (n < count && r < N) y[(size_t)pair_of(riders, n) * N + r] = bf16(before[c] + acc[0][c]);
+    const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16;
+    const int pitch = K + 32;  // of the pairs' activations: neighbours in different banks
+    const unsigned long long firsts = first_of_every(max(HELD / 2 / pitch, 1));
+    const int groups = __popcll(firsts);
+    // A group has as few parts as take no more rounds than its share of the blocks would; the shared matrix, which is
+    // about the work of a group, has the blocks left.
+    const int blocks = gridDim.x, wanted = S * max(blocks / (groups + (SHARED == 2)), 1);
+    const int rounds = (tiles + wanted - 1) / wanted, each = (tiles + S * rounds - 1) / (S * rounds);
+    const int apart = SHARED == 2 ? min(max(blocks - each * groups, 1), tiles) : 0;
+    const int part = blockIdx.x;
+    if (part >= apart + each * groups) return;
+    if (part >= apart) {
+      typedef Weight<F> W;
+      const int k = (part - apart) / each, from = (part - apart - k * each) * S * rounds;
+      const int until = min(from + S * rounds, tiles);
+      const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
+      const int first = pair_of(firsts, k), expert = expert_of(first);
+      const unsigned long long riders = chosen_by(expert) >> first << first;  // and those of later groups
+      const int count = min(__popcll(riders), max(HELD / 2 / pitch, 1)), units = K / W::UNIT, half = (units + 1) / 2;
+      const bool fits = 2 * pitch <= HELD;
+      const int pair = pair_of(riders, min(g, count - 1));  // of the lane's column of x
+      for (int n = 0; fits && n < count; n++) {
+        const bf16* const row = (const bf16*)x + (size_t)__shfl_sync(~0u, pair, 4 * n) * K;
+        for (int i = threadIdx.x; i < K / 8; i += 32 * S) copy16_async(held + n * pitch / 8 + i, row + 8 * i);
       }
-    }
-    if (SHARED == 2) {
-      typedef Weight<FS> Ws;
-      typedef const unsigned char* Bytes;
-      const Planes ws[1] = {{(Bytes)shared_codes, (Bytes)shared_scales, (Bytes)shared_supers}};
-      const int width = width_of(shared_shape, shared_ndim), rows = P / SLOTS;
-      for (; item < items + tiles; item += stride) {
-        const int tile = item - items;
-        auto share_of = [&](int s) { return Run{0, tile, N, width, s, SS, width / Ws::UNIT}; };
-        Stream<Ws, 1> shares(ring);
-        int opened = 0;
-        auto next_share = [&] {
-          if (opened == SS) return false;
-          shares.open(ws, share_of(opened++));
-          return true;
-        };
-        shares.fill(next_share);
-        const bf16* const row = (const bf16*)shared + (size_t)min(g, rows - 1) * width + t * Ws::LANE_COLUMNS;
-        HeldRow<Ws> columns(row, g < rows);
-        columns.read(0);
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
-        for (int s = 0; s < SS; s++) {
+      commit_copies();
+      const bf16* const row =
+          (fits ? (const bf16*)held + min(g, count - 1) * pitch : (const bf16*)x + (size_t)pair * K) +
+          t * W::LANE_COLUMNS;
+      // of its columns of results
+      const int pair0 = __shfl_sync(~0u, pair, 8 * t), pair1 = __shfl_sync(~0u, pair, 8 * t + 4);
+      auto run_of = [&](int tile) { return Run{(size_t)expert * N, tile, N, K, 0, 1, units}; };
+      Stream<W, 1> stream(ring, 1);
+      int sent = from + warp;
+      auto next = [&] {
+        if (sent >= until) return false;
+        stream.open(w, run_of(sent));
+        sent += S;
+        return true;
+      };
+      stream.fill(next);
+      wait_for_copies_but<Stream<W, 1>::D>();
+      __syncthreads();
+      for (int tile = from + warp; tile < until; tile += S) {
+        PlainRow columns = {row, g < count};
+        float sum[4] = {-0.f, -0.f, -0.f, -0.f};
+#pragma unroll 1
+        for (int h = 0; h < 2; h++) {
+          Run run = run_of(tile);
+          run.first = h ? half : 0;
+          run.end = h ? units : half;
           float acc[1][4];
           clear(acc);
-          shares.multiply_run(ws, share_of(s), next_share, [](int) {}, [&](Ws(&now)[1], bool last) {
-            columns.real &= !last || s + 1 < SS;
-            columns.following = last ? row + (s + 1) * Ws::UNIT : columns.following + SS * Ws::UNIT;
+          stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool) {
             now[0].multiply(acc, columns, t, grid_s);
+            columns.p += W::UNIT;
           });
-          for (int c = 0; c < 4; c++) sum[c] = SS == 1 ? acc[0][c] : sum[c] + acc[0][c];
+          for (int c = 0; c < 4; c++) sum[c] += acc[0][c];
         }
         for (int c = 0; c < 4; c++) {
           const int n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
-          if (n < rows && r < N) y[(size_t)(P + n) * N + r] = bf16(sum[c]);
+          if (n < count && r < N) y[(size_t)(c & 1 ? pair1 : pair0) * N + r] = bf16(sum[c]);
+        }
+      }
+    } else if (SHARED == 2) {
+      typedef Weight<FS> W;
+      typedef const unsigned char* Bytes;
+      constexpr int TEAM = SS < S ? SS : S, TEAMS = S / TEAM;  // warps of a tile, tiles at a time
+      static_assert(SHARED != 2 || 2 * TEAMS * SS * 512 <= HELD, "");
+      const Planes w[1] = {{(Bytes)shared_codes, (Bytes)shared_scales, (Bytes)shared_supers}};
+      const int width = width_of(shared_shape, shared_ndim), rows = P / SLOTS;
+      const int from = part * tiles / apart, until = (part + 1) * tiles / apart, member = warp % TEAM;
+      auto share_of = [&](int tile, int s) { return Run{0, tile, N, width, s, SS, width / W::UNIT}; };
+      Stream<W, 1> shares(ring, SS);
+      int sent = from + warp / TEAM, opened = member;
+      auto next = [&] {
+        if (sent >= until) return false;
+        shares.open(w, share_of(sent, opened));
+        opened += TEAM;
+        if (opened >= SS) {
+          opened = member;
+          sent += TEAMS;
+        }
+        return true;
+      };
+      shares.fill(next);
+      const bf16* const row = (const bf16*)shared + (size_t)min(g, rows - 1) * width + t * W::LANE_COLUMNS;
+      HeldRow<W> columns(row + member * W::UNIT, g < rows);
+      columns.read(0);
+      for (int begin = from, set = 0; begin < until; begin += TEAMS, set ^= 1) {
+        // Two sets of sums, used in turn, so that a tile needs one barrier.
+        float* const sums = (float*)held + set * (TEAMS * SS * 128);
+        const int tile = begin + warp / TEAM;
+        for (int s = member; s < SS && tile < until; s += TEAM) {
+          const bool ends = s + TEAM >= SS;
+          float acc[1][4];
+          clear(acc);
+          shares.multiply_run(w, share_of(tile, s), next, [](int) {}, [&](W(&now)[1], bool last) {
+            columns.real &= !last || !ends || tile + TEAMS < until;
+            columns.following = last ? row + (ends ? member : s + TEAM) * W::UNIT : columns.following + SS * W::UNIT;
+            now[0].multiply(acc, columns, t, grid_s);
+          });
+          for (int c = 0; c < 4; c++) sums[(warp / TEAM * SS + s) * 128 + 32 * c + lane] = acc[0][c];
+        }
+        __syncthreads();
+        for (int e = threadIdx.x; e < TEAMS * 128; e += 32 * S) {
+          const int c = e / 32 % 4, n = 2 * t + (c & 1), at = begin + e / 128, r = 16 * at + g + 8 * (c >> 1);
+          if (n >= rows || r >= N || at >= until) continue;
+          const float* const first = sums + e / 128 * SS * 128 + e % 128;
+          float sum = SS == 1 ? first[0] : 0.f;
+          for (int s = 0; s < SS && SS > 1; s++) sum += first[s * 128];
+          y[(size_t)(P + n) * N + r] = bf16(sum);
         }
       }
     }

@@ -135,45 +135,59 @@ SITE_SOURCE = (
 """
 )
 
-COEFFICIENTS_SOURCE = """
-    // A simdgroup owns one row of dots [B, L, PARTS, M (M + 2) + 1]. Lanes below M M own comb[j, k] at j M + k; the
-    // next M own pre, the next M post, the rest the squares.
+COEFFICIENTS_HEADER = """
+// A whole simdgroup: the coefficients of one row of dots [.., PARTS, M (M + 2) + 1]. Lanes below M M own comb[j, k] at
+// j M + k; the next M own pre, the next M post, the rest the squares.
+template <int M, int PARTS, int ITERS, int WIDTH, typename D, typename B, typename S>
+inline void hyper_coefficients(
+    D dots, B base, S scale, uint row, uint lane, float small, float eps, device float* pre, device float* mix) {
     constexpr int OUTPUTS = M * (M + 2);
-    uint lane = thread_index_in_simdgroup;
-    uint row = thread_position_in_grid.x / 32u;
-    if (row < uint(dots_shape[0]) * uint(dots_shape[1])) {  // the same for a simdgroup
-        uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
-        if (lane >= uint(OUTPUTS)) o = uint(OUTPUTS);
-        ulong at = ulong(row) * ulong(PARTS * (OUTPUTS + 1)) + ulong(o);
-        float small = as_type<float>(SMALL_BITS);
-        float m = 0.0f;
-        #pragma unroll
-        for (uint part = 0; part < uint(PARTS); part++) m += dots[at + ulong(part * uint(OUTPUTS + 1))];
-        m *= metal::precise::rsqrt(simd_shuffle(m, ushort(OUTPUTS)) / float(WIDTH) + as_type<float>(EPS_BITS));
-        if (lane < uint(OUTPUTS)) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
+    uint o = lane < uint(M * M) ? lane + uint(2 * M) : lane - uint(M * M);
+    if (lane >= uint(OUTPUTS)) o = uint(OUTPUTS);
+    ulong at = ulong(row) * ulong(PARTS * (OUTPUTS + 1)) + ulong(o);
+    float m = 0.0f;
+    #pragma unroll
+    for (uint part = 0; part < uint(PARTS); part++) m += dots[at + ulong(part * uint(OUTPUTS + 1))];
+    m *= metal::precise::rsqrt(simd_shuffle(m, ushort(OUTPUTS)) / float(WIDTH) + eps);
+    if (lane < uint(OUTPUTS)) m = m * scale[lane < uint(M * M) ? 2u : o / uint(M)] + base[o];
 
-        // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.
-        float top = m;
-        for (uint step = 1; step < uint(M); step <<= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(step)));
-        float g = metal::precise::exp(m - top);
-        float sum = g;
-        for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-        g = g / sum + small;
-        for (int i = 0; i < ITERS; i++) {
-            if (i > 0) {
-                sum = g;
-                for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
-                g = g / (sum + small);
-            }
+    // xor with 1 .. M/2 walks over k of one j, with M .. M M/2 over j of one k; lanes above M M keep to themselves.
+    float top = m;
+    for (uint step = 1; step < uint(M); step <<= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(step)));
+    float g = metal::precise::exp(m - top);
+    float sum = g;
+    for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+    g = g / sum + small;
+    for (int i = 0; i < ITERS; i++) {
+        if (i > 0) {
             sum = g;
-            for (uint step = M; step < uint(M * M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+            for (uint step = 1; step < uint(M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
             g = g / (sum + small);
         }
-        float gate = 1.0f / (1.0f + metal::precise::exp(-m));
-        if (o < uint(M)) pre[row * uint(M) + o] = gate + small;
-        else if (lane < uint(OUTPUTS)) mix[row * uint(M + M * M) + o - uint(M)] = lane < uint(M * M) ? g : 2.0f * gate;
+        sum = g;
+        for (uint step = M; step < uint(M * M); step <<= 1) sum += simd_shuffle_xor(sum, ushort(step));
+        g = g / (sum + small);
     }
+    float gate = 1.0f / (1.0f + metal::precise::exp(-m));
+    if (o < uint(M)) pre[row * uint(M) + o] = gate + small;
+    else if (lane < uint(OUTPUTS)) mix[row * uint(M + M * M) + o - uint(M)] = lane < uint(M * M) ? g : 2.0f * gate;
+}
 """
+
+# What a simdgroup of a kernel with the inputs and outputs of `SiteSums.rider` says, with its row of dots.
+COEFFICIENTS_CALL = """hyper_coefficients<HC_M, HC_PARTS, HC_ITERS, HC_WIDTH>(
+            hc_dots, hc_base, hc_scale, HC_ROW, thread_index_in_simdgroup, as_type<float>(HC_SMALL_BITS),
+            as_type<float>(HC_EPS_BITS), hc_pre, hc_mix);"""
+
+COEFFICIENTS_SOURCE = (
+    """
+    // A simdgroup owns one row of dots.
+    uint row = thread_position_in_grid.x / 32u;
+    if (row < uint(hc_dots_shape[0]) * uint(hc_dots_shape[1]))  // the same for a simdgroup
+        """
+    + COEFFICIENTS_CALL.replace("HC_ROW", "row")
+    + "\n"
+)
 
 EXPAND_HEADER = """
 // One channel in all M streams, of a row that was read: `at` is its place in the first of them, C the distance to the

@@ -180,26 +180,35 @@ class Kernel:
         )
 
     @functools.cached_property
-    def _cuda_by_dtypes(self) -> dict[tuple[mx.Dtype, ...], Callable[..., list[mx.array]]]:
+    def _cuda_kernels(self) -> dict[tuple, Callable[..., list[mx.array]]]:
         return {}
 
     def _cuda(self, *, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **call: Any) -> list[mx.array]:
-        """MLX keeps compiled CUDA modules by name and template alone, so other dtypes need another name."""
+        """MLX keeps compiled CUDA modules by name and template alone, so other dtypes need another name. An array that
+        stands for several inputs is passed once, because each costs host time at each launch."""
         dtypes = (*(x.dtype for x in inputs), *output_dtypes)
-        if dtypes not in self._cuda_by_dtypes:
-            self._cuda_by_dtypes[dtypes] = self._make_cuda("".join(map(_short, dtypes)))
-        return self._cuda_by_dtypes[dtypes](inputs=inputs, output_dtypes=output_dtypes, **call)
+        places: dict[int, int] = {}
+        same = tuple(places.setdefault(id(x), i) for i, x in enumerate(inputs))
+        if (dtypes, same) not in self._cuda_kernels:
+            again = "".join(f"_{i}is{first}" for i, first in enumerate(same) if i != first)
+            self._cuda_kernels[dtypes, same] = self._make_cuda("".join(map(_short, dtypes)) + again, same)
+        distinct = [inputs[i] for i in places.values()]
+        return self._cuda_kernels[dtypes, same](inputs=distinct, output_dtypes=output_dtypes, **call)
 
-    def _make_cuda(self, suffix: str) -> Callable[..., list[mx.array]]:
+    def _make_cuda(self, suffix: str, same: Sequence[int]) -> Callable[..., list[mx.array]]:
+        """`same`: for each input, the first one that is the same array."""
         header, source = self.cuda_text()
+        first = dict(zip(self.input_names, (self.input_names[i] for i in same), strict=True))
+        words = [(name, what) for name in first for what in ("shape", "strides", "ndim") if f"{name}_{what}" in source]
+        aliases = [f"const auto {name} = {first[name]};\n" for name in first if first[name] != name]
+        aliases += [f"const auto& {name}_{w} = {first[name]}_{w};\n" for name, w in words if first[name] != name]
         # MLX passes the shape, strides and ndim of an input where the text names them, so the line has to.
-        words = [f"{name}_{what}" for name in self.input_names for what in ("shape", "strides", "ndim")]
-        named = " ".join(word for word in words if word in source)
+        named = " ".join(dict.fromkeys(f"{first[name]}_{what}" for name, what in words))
         return mx.fast.cuda_kernel(
             name=f"{self.name}_{suffix}",
-            input_names=self.input_names,
+            input_names=list(dict.fromkeys(first.values())),
             output_names=self.output_names,
-            source=f"{included(source)}// {named}\n",
+            source=f"{''.join(aliases)}{included(source)}// {named}\n",
             header=included(header),
             ensure_row_contiguous=self.ensure_row_contiguous,
             shared_memory=self.shared_memory,

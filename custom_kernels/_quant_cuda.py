@@ -5,8 +5,8 @@ portable Metal text runs on CUDA too, but there six rows cost six times the mult
 `_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that
 depends on the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
 
-Estimate: bytes are the planes once plus activations from cache; per weight about 2 integer operations (Q8_0, IQ2_XXS)
-or 3 (MXFP4, Q2_K), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
+Estimate: bytes are the planes once plus activations from cache; per weight about 1.5 operations (Q8_0, Q2_K), 2
+(IQ2_XXS) or 3 (MXFP4), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ._tiles_cuda import PTX
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 SMS = 132
-DOWN_WARPS = 4  # of a block; each goes its own way
-_DOWN_BLOCKS = 5  # at a time on a multiprocessor
+DOWN_WARPS = 4  # of a block
+_DOWN_BLOCKS = 6  # at a time on a multiprocessor
+_DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8  # parts of the width, whose sums are added up at the end
 _TEAM, _TEAMS = 4, 4  # warps that share an item of gate and up; teams of a block, the only one on a multiprocessor
@@ -196,12 +197,14 @@ def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[
     tiles = ceil_div(C, 16)
     share = split(tiles, values.shape[-1] // 128) if mode == 2 else 1
     template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
-    template |= {"FS": FORMAT_IDS[other[0]], "SS": share}
-    items = tiles * (chosen.size + (mode == 2))
+    held = _DOWN_HELD - 4096 * ("IQ2_XXS" in (format, other[0]))
+    template |= {"FS": FORMAT_IDS[other[0]], "SS": share, "HELD": held}
+    blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_BLOCKS * SMS)
+    blocks = max(blocks, chosen.size + 1)  # each has one part of one matrix
     pairs = _down_few(
         inputs=[a, *planes_of(planes), chosen, values, *planes_of(other[1])],
         template=list(template.items()),
-        grid=(min(ceil_div(items, DOWN_WARPS), _DOWN_BLOCKS * SMS) * 32 * DOWN_WARPS, 1, 1),
+        grid=(blocks * 32 * DOWN_WARPS, 1, 1),
         threadgroup=(32 * DOWN_WARPS, 1, 1),
         output_shapes=[(chosen.size + rows * (mode == 2), C)],
         output_dtypes=[mx.bfloat16],

@@ -25,8 +25,6 @@ const u32 BIAS = 0x43004300u;  // 128 in both halves: 0x4300 | u is 128 + u for 
 // Bytes (0, 1) and (2, 3) of w, each below 128, as bfloat16 pairs.
 __device__ __forceinline__ u32 low_pair(u32 w) { return sub2(__byte_perm(w, 0x43, 0x4140), BIAS); }
 __device__ __forceinline__ u32 high_pair(u32 w) { return sub2(__byte_perm(w, 0x43, 0x4342), BIAS); }
-// The same for signed bytes: 128 + (q & 127), minus 128 or 256 by the sign bit.
-__device__ __forceinline__ u32 signed_pair(u32 p) { return sub2(p & 0xff7fff7fu, p & 0xff80ff80u); }
 // Byte i of w in both halves.
 __device__ __forceinline__ u32 spread(u32 w, int i) { return sub2(__byte_perm(w, 0x43, 0x4040 + 0x0101 * i), BIAS); }
 
@@ -109,6 +107,7 @@ struct InMemory {
   __device__ __forceinline__ uint2 codes8(int r, int i) const { return read8(at[r].codes + i); }
   __device__ __forceinline__ uint4 codes16(int r, int i) const { return read16(at[r].codes + i); }
   __device__ __forceinline__ uint2 scales8(int r) const { return read8(at[r].scales); }
+  __device__ __forceinline__ uint4 scales16(int r) const { return read16(at[r].scales); }
   __device__ __forceinline__ u32 scales4(int r, int i) const { return read4(at[r].scales + i); }
   __device__ __forceinline__ u32 scale1(int r) const { return at[r].scales[0]; }
   __device__ __forceinline__ u32 half(int r, int unit) const { return ((const unsigned short*)at[r].scales)[unit / 2]; }
@@ -129,6 +128,8 @@ struct Weight<Q8_0> {
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   static constexpr bool SCALED = true;
   uint2 q[2][4], s[2];
+  // Bytes 128 + q, which are (128 + q) 2^-133 as bfloat16, as q / 64.
+  static __device__ __forceinline__ u32 sixty_fourths(u32 p) { return fma2(p, 0x7f007f00u, 0xc000c000u); }
   template <class From>
   __device__ __forceinline__ void load(const From& from, int unit) {
 #pragma unroll
@@ -141,12 +142,13 @@ struct Weight<Q8_0> {
   __device__ __forceinline__ void decode(u32 (&a)[2][4], float (&scale)[2], int i, int t, const uint4*) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      a[r][0] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4140));
-      a[r][1] = signed_pair(__byte_perm(q[r][i].x, 0x43, 0x4342));
-      a[r][2] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4140));
-      a[r][3] = signed_pair(__byte_perm(q[r][i].y, 0x43, 0x4342));
+      const u32 first = q[r][i].x ^ 0x80808080u, second = q[r][i].y ^ 0x80808080u;
+      a[r][0] = sixty_fourths(__byte_perm(first, 0, 0x4140));
+      a[r][1] = sixty_fourths(__byte_perm(first, 0, 0x4342));
+      a[r][2] = sixty_fourths(__byte_perm(second, 0, 0x4140));
+      a[r][3] = sixty_fourths(__byte_perm(second, 0, 0x4342));
       u32 pair = i < 2 ? s[r].x : s[r].y;
-      scale[r] = half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
+      scale[r] = 64.f * half_bits(i & 1 ? pair >> 16 : pair & 0xffff);
     }
   }
   template <int NT, class X>
@@ -253,13 +255,15 @@ struct Weight<Q4_K> {
   }
 };
 
-// Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns.
+// Scale (4 bit) times code (2 bit) is an integer up to 45: folded into A, so d and dmin act once per 256 columns. Codes
+// and minima stay where they lie in their byte, as subnormal bfloat16; products carry 2^-13, minima 2^-9, which d and
+// dmin make up for.
 template <>
 struct Weight<Q2_K> {
   static constexpr int FORMAT = Q2_K, UNIT = 256, CODES = 64, SCALES = 16, SUPERS = 4, PIECE = 16, SWIZZLE = 2;
-  static constexpr int LANE_CODES = 8, LANE_SCALES = 4, LANE_COLUMNS = 8;
+  static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][2];
-  u32 s[2];  // of blocks 2 t and 2 t + 1
+  uint4 s[2];
   u32 super[2];
   template <class From>
   __device__ __forceinline__ void load(const From& from, int unit) {
@@ -267,7 +271,7 @@ struct Weight<Q2_K> {
     for (int r = 0; r < 2; r++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) q[r][h] = from.codes8(r, 32 * h);
-      s[r] = from.scales4(r, 0);
+      s[r] = from.scales16(r);
       super[r] = from.super(r);
     }
   }
@@ -276,23 +280,27 @@ struct Weight<Q2_K> {
     float p[NT][4], minima[NT][4];
     clear(p);
     clear(minima);
-    const int odd = 8 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
-    const int quad = threadIdx.x & 28;
-    u32 word[2];
+    const u32 own = 0x0101 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
+    u32 scales[2], lows[2];             // of two blocks, one in each half
 #pragma unroll
     for (int j = 0; j < 8; j++) {
+      const int place = 2 * (j & 3);  // of a code in its byte, which therefore is code 2^(place - 133)
+      const u32 mask = 0x00030003u << place;
       u32 a[2][4], m[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (j % 2 == 0) word[r] = __shfl_sync(~0u, s[r], quad + j / 2) >> odd;
-        u32 scale = spread(word[r] & 0x0f0f0f0fu, 2 * (j & 1));
-        m[r] = spread((word[r] >> 4) & 0x0f0f0f0fu, 2 * (j & 1));
-        u32 shift = mul2(scale, 0xc300c300u);  // -128 scale, exact
-        u32 lo = (q[r][j / 4].x >> (2 * (j & 3))) & 0x03030303u, hi = (q[r][j / 4].y >> (2 * (j & 3))) & 0x03030303u;
-        a[r][0] = fma2(__byte_perm(lo, 0x43, 0x4140), scale, shift);
-        a[r][1] = fma2(__byte_perm(lo, 0x43, 0x4342), scale, shift);
-        a[r][2] = fma2(__byte_perm(hi, 0x43, 0x4140), scale, shift);
-        a[r][3] = fma2(__byte_perm(hi, 0x43, 0x4342), scale, shift);
+        if (j % 2 == 0) {  // scales, 4 bits, as their multiples of 2^(120 - place): 2^(127 - place) more, and less
+          const u32 word = j == 0 ? s[r].x : j == 2 ? s[r].y : j == 4 ? s[r].z : s[r].w;
+          const u32 more = __byte_perm(word & 0x0f0f0f0fu, 0x7c7d7e7f, own + (j & 2 ? 0x7260 : 0x5240));
+          scales[r] = sub2(more, j & 2 ? 0x7c007d00u : 0x7e007f00u);
+          lows[r] = __byte_perm(word, 0, own + 0x4240) & 0x00f000f0u;
+        }
+        const uint2 w = q[r][j / 4];
+        m[r] = mul2_by_half(0x7b807b80u, lows[r], j & 1);
+        a[r][0] = mul2_by_half(__byte_perm(w.x, 0, 0x4140) & mask, scales[r], j & 1);
+        a[r][1] = mul2_by_half(__byte_perm(w.x, 0, 0x4342) & mask, scales[r], j & 1);
+        a[r][2] = mul2_by_half(__byte_perm(w.y, 0, 0x4140) & mask, scales[r], j & 1);
+        a[r][3] = mul2_by_half(__byte_perm(w.y, 0, 0x4342) & mask, scales[r], j & 1);
       }
 #pragma unroll
       for (int i = 0; i < NT; i++) {
@@ -303,10 +311,16 @@ struct Weight<Q2_K> {
       }
       x.done(32 * j);
     }
+    float d[2], dmin[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      d[r] = 8192.f * half_bits(super[r] & 0xffff);
+      dmin[r] = -512.f * half_bits(super[r] >> 16);
+    }
 #pragma unroll
     for (int i = 0; i < NT; i++) {
-      add_scaled(acc[i], p[i], half_bits(super[0] & 0xffff), half_bits(super[1] & 0xffff));
-      add_scaled(acc[i], minima[i], -half_bits(super[0] >> 16), -half_bits(super[1] >> 16));
+      add_scaled(acc[i], p[i], d[0], d[1]);
+      add_scaled(acc[i], minima[i], dmin[0], dmin[1]);
     }
   }
 };

@@ -8,10 +8,8 @@
 namespace ds4 {
 
 constexpr int RING = DS4_RING;  // bytes of a warp
-// The address of a warp's ring in shared memory, of which no compiler makes anew what one register can hold.
-__device__ __forceinline__ u32 ring_of(const void* rings, int warp) {
-  return opaque(shared_address(rings) + warp * RING);
-}
+// The address of a warp's ring in shared memory.
+__device__ __forceinline__ u32 ring_of(const void* rings, int warp) { return shared_address(rings) + warp * RING; }
 
 template <class W>
 struct Slot {
@@ -25,38 +23,37 @@ struct Slot {
 template <int BYTES, int PIECE, int ROWS, class Place>
 struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
-  const unsigned char* from;  // of this lane's first piece
+  const unsigned char* from;  // of this lane's first piece, in unit 0
   int after[EACH];            // how far the others lie behind it
-  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it; first: step.
-  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last, int first) {
+  // The lane's first; where there are too few, lanes repeat them, which costs less than a branch.
+  static __device__ __forceinline__ int piece() { return (threadIdx.x & 31) % (ALL < 32 ? ALL : 32); }
+  // plane: of row 0, `stride` bytes a row, rows past `last` repeat it.
+  __device__ __forceinline__ void begin(const unsigned char* plane, int stride, int last) {
     int at[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int q = (threadIdx.x & 31) + 32 * i;
+      const int q = piece() + 32 * i;
       at[i] = min(q / PIECES, last) * stride + q % PIECES * PIECE;
       after[i] = at[i] - at[0];
     }
-    from = plane + first * BYTES + at[0];
+    from = plane + at[0];
   }
-  // `steps` behind the first.
-  __device__ __forceinline__ void copy(u32 to, u32 steps) const {
-    const unsigned char* const here = from + (size_t)steps * BYTES;
+  __device__ __forceinline__ void copy(u32 to, int unit) const {
+    const unsigned char* const first = from + unit * BYTES;
+    // Pieces lie one behind another; rows 32 pieces apart are moved alike.
+    const u32 at = to + ((piece() * PIECE) ^ Place::moved(piece() / PIECES));
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int q = (threadIdx.x & 31) + 32 * i, row = q / PIECES;
-      if (ALL % 32 == 0 || q < ALL)
-        copy_async<PIECE>(
-            to + row * BYTES + ((q % PIECES * PIECE) ^ Place::moved(row)), i == 0 ? here : here + after[i]);
-    }
+    for (int i = 0; i < EACH; i++)
+      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + 32 * PIECE * i, i == 0 ? first : first + after[i]);
   }
 };
 struct InOrder {
   static __device__ __forceinline__ int moved(int) { return 0; }
 };
 struct NoCopies {
-  __device__ __forceinline__ void begin(const unsigned char*, int, int, int) {}
+  __device__ __forceinline__ void begin(const unsigned char*, int, int) {}
   __device__ __forceinline__ void begin(int, const unsigned char*, int, int, int) {}
-  __device__ __forceinline__ void copy(u32, u32) const {}
+  __device__ __forceinline__ void copy(u32, int) const {}
 };
 template <bool CONDITION, class A, class B>
 struct Either { typedef A type; };
@@ -70,22 +67,20 @@ template <class W, int MS, int STEP>
 struct HalfCopies {
   // Whether all copies of a run hold the same half.
   static constexpr bool SAME_HALF = W::FORMAT == IQ2_XXS && STEP != 0 && STEP % 4 == 0;
-  const unsigned char* from;  // of this lane's row
-  int first;
-  __device__ __forceinline__ void begin(int m, const unsigned char* plane, int stride, int last, int step) {
+  const unsigned char* from;  // of this lane's row; SAME_HALF: behind it are as many bytes as units
+  __device__ __forceinline__ void begin(int m, const unsigned char* plane, int stride, int last, int first) {
     const int lane = threadIdx.x & 31;
     if (lane / 16 != m) return;
     from = plane + min(lane & 15, last) * stride;
-    first = step;
-    if (SAME_HALF) from = whole(0);
+    if (SAME_HALF) from = whole(first) - first;
   }
-  __device__ __forceinline__ const unsigned char* whole(u32 steps) const {
-    const unsigned char* const p = from + (first + steps) / 2 * 2;
+  __device__ __forceinline__ const unsigned char* whole(int unit) const {
+    const unsigned char* const p = from + unit / 2 * 2;
     return p - ((size_t)p & 2);
   }
-  __device__ __forceinline__ void copy(u32 to, u32 steps) const {
+  __device__ __forceinline__ void copy(u32 to, int unit) const {
     const int lane = threadIdx.x & 31;
-    if (lane < 16 * MS) copy_async<4>(to + 4 * lane, SAME_HALF ? from + (size_t)steps : whole(steps));
+    if (lane < 16 * MS) copy_async<4>(to + 4 * lane, SAME_HALF ? from + unit : whole(unit));
   }
 };
 
@@ -110,6 +105,7 @@ struct InRing {
   __device__ __forceinline__ uint2 codes8(int r, int i) const { return read8_shared(place(r, i)); }
   __device__ __forceinline__ uint4 codes16(int r, int i) const { return read16_shared(place(r, i)); }
   __device__ __forceinline__ uint2 scales8(int r) const { return read8_shared(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ uint4 scales16(int r) const { return read16_shared(scales + 8 * r * Slot<W>::ROW); }
   __device__ __forceinline__ u32 scales4(int r, int i) const {
     return read4_shared(scales + 8 * r * Slot<W>::ROW + i);
   }
@@ -145,6 +141,19 @@ struct HeldRow {
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
+// One row of x a column, read as it is used where it lies, in shared memory. A column without a row has zeros, as lanes
+// that read nothing cost no bandwidth.
+struct PlainRow {
+  const bf16* p;
+  bool real;
+  __device__ __forceinline__ uint4 octet(int, int column) const {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (real) v = *(const uint4*)(p + column);
+    return v;
+  }
+  __device__ __forceinline__ void done(int) const {}
+};
+
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
 // `next`, a function that calls open() and returns true, or false when there is none. STEP: that of all runs, 0 if they
 // differ.
@@ -163,39 +172,40 @@ struct Stream {
   Matrix from[MS];
   typename Either<F == IQ2_XXS, Halves, NoCopies>::type halves;
   u32 ring, at;  // at: of the slot that is read next, and then filled anew
-  int sent, steps, some_step;
+  int unit, end, step;  // the next unit to send
 
-  __device__ __forceinline__ explicit Stream(u32 ring) : ring(ring), at(0), sent(0), steps(0), some_step(0) {}
-  __device__ __forceinline__ int step() const { return STEP ? STEP : some_step; }
+  // step: of all runs, where it is known now, which saves its register.
+  __device__ __forceinline__ explicit Stream(u32 ring, int step = STEP)
+      : ring(ring), at(0), unit(0), end(0), step(step) {}
   __device__ __forceinline__ void open(const Planes (&w)[MS], const Run& run) {
     const RowBytes stride = row_bytes<F>(run.K);
     const int last = run.N - 1 - 16 * run.tile;
-    some_step = run.step;
-    sent = 0;
-    steps = run.first < run.end ? (run.end - run.first + step() - 1) / step() : 0;
+    unit = run.first;
+    end = run.end;
+    step = STEP ? STEP : run.step;
 #pragma unroll
     for (int m = 0; m < MS; m++) {
       const Planes p = row_of<F>(w[m], run.base + 16 * run.tile, run.K);
-      from[m].codes.begin(p.codes, stride.codes, last, run.first);
-      from[m].scales.begin(p.scales, stride.scales, last, run.first);
-      from[m].supers.begin(p.supers, stride.supers, last, run.first);
+      from[m].codes.begin(p.codes, stride.codes, last);
+      from[m].scales.begin(p.scales, stride.scales, last);
+      from[m].supers.begin(p.supers, stride.supers, last);
       halves.begin(m, p.scales, stride.scales, last, run.first);
     }
   }
   // Sends the copies of one step on their way, if there is one, and goes on to the next slot.
   template <class Next>
   __device__ __forceinline__ void send(Next next) {
-    while (sent == steps)
+    while (unit >= end)
       if (!next()) break;
-    if (sent < steps) {
-      const u32 ahead = sent++ * step();
+    if (unit < end) {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        from[m].codes.copy(ring + at + m * Slot<W>::CODES, ahead);
-        from[m].scales.copy(ring + at + SCALES + m * Slot<W>::SCALES, ahead);
-        from[m].supers.copy(ring + at + SUPERS + m * Slot<W>::SUPERS, ahead);
+        from[m].codes.copy(ring + at + m * Slot<W>::CODES, unit);
+        from[m].scales.copy(ring + at + SCALES + m * Slot<W>::SCALES, unit);
+        from[m].supers.copy(ring + at + SUPERS + m * Slot<W>::SUPERS, unit);
       }
-      halves.copy(ring + at + SCALES, ahead);
+      halves.copy(ring + at + SCALES, unit);
+      unit += step;
     }
     commit_copies();
     at = at == (D - 1) * SIZE ? 0 : at + SIZE;
@@ -218,7 +228,7 @@ struct Stream {
       if (Halves::SAME_HALF) of_scales[m] = opaque(InRing<W>::scales_of_lane(half_of(m, run.first)));
     W now[MS];
 #pragma unroll 1
-    for (int unit = run.first; unit < run.end; unit += step()) {
+    for (int unit = run.first; unit < run.end; unit += run.step) {
       read(unit);
       wait_for_copies_but<D - 1>();
       __syncwarp();
@@ -235,7 +245,7 @@ struct Stream {
         __syncwarp();
         send(next);
       }
-      multiply(now, unit + step() >= run.end);
+      multiply(now, unit + run.step >= run.end);
       if (!EARLY) {
         __syncwarp();
         send(next);

@@ -142,7 +142,8 @@ SOURCE = """
                 dot += simd_shuffle_xor(dot, ushort(2));
                 dot += simd_shuffle_xor(dot, ushort(1));
                 if ((lane & 3u) == 0u)
-                    scores[(buffer * uint(HG) + h) * 64u + 8u * s + lane / 4u] = present ? dot * scale[0] : -INFINITY;
+                    scores[(buffer * uint(HG) + h) * 64u + 8u * s + lane / 4u] =
+                        present ? dot * as_type<float>(SCALE_BITS) : -INFINITY;
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
 

@@ -5,11 +5,13 @@
 Window KV (norm, fp8), compressed KV (fp4_e4m3), index keys (norm, fp4) and index queries (fp4); architecture notes 3.4.
 Norm and rotation round to bfloat16 as they do on their own, so the result is that of the three ops one after the other.
 `into` writes the rows of a step into a small ring in the same launch, as a new array: the cache's own write would be
-a launch more, and copies as much. `norm_and_entry` also takes along the norm of the low-rank query of the same layer.
+a launch more, and copies as much. `norm_and_entry` also takes along the norm of the low-rank query of the same layer
+and the coefficients of its site.
 
 Kernels, within tolerance (the order of the norm's sum, and products that a GPU may fuse, differ; a value that rounds
 the other way there can move to the next code); the forms give the same bits. Bytes: x once in, once out; a ring of R
-rows 4 R D more. One launch instead of three, four with the ring, five with the query's norm.
+rows 4 R D more. One launch instead of three, four with the ring, six with the query's norm and the
+coefficients.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import numpy as np
 
 from ._cache_entry_sources import ENTRY_SOURCE, ring_source
 from ._case import Case
+from ._hyper_sources import COEFFICIENTS_HEADER
 from ._kernel import Kernel, float_bits
 from ._rows import ring_ref
 from ._switches import enabled
 from .fake_quant import FAKE_QUANT_HEADER, KINDS, fake_quant_fp4_e4m3_ref, fake_quant_fp4_ref, fake_quant_fp8_ref
-from .rms_norm import rms_norm_ref, simdgroups_for
+from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums, coefficients, coefficients_ref
+from .rms_norm import rms_norm, rms_norm_ref, simdgroups_for
 from .rope import rope_ref, rope_table
 
 _ROUNDINGS = {"fp8": fake_quant_fp8_ref, "fp4": fake_quant_fp4_ref, "fp4_e4m3": fake_quant_fp4_e4m3_ref}
@@ -53,10 +57,10 @@ _ring_kernel = Kernel(
 )
 _norm_ring_kernel = Kernel(
     "cache_entry_norm_ring",
-    [*_RING_INPUTS, "low_rank", "q_weight"],
-    ["ring", "qr"],
+    [*_RING_INPUTS, "low_rank", "q_weight", *RIDER_INPUTS],
+    ["ring", "qr", *RIDER_OUTPUTS],
     ring_source(with_query=True),
-    FAKE_QUANT_HEADER,
+    FAKE_QUANT_HEADER + COEFFICIENTS_HEADER,
     exact=False,
     family="cache_entry",
 )
@@ -110,12 +114,14 @@ def norm_and_entry(
     kind: str,
     kv_weight: mx.array,
     eps: float,
+    sums: SiteSums,
     *,
     into: mx.array,
     at: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """`rms_norm(low_rank, q_weight, eps)` and `cache_entry(kv, .., weight=kv_weight, eps=eps, into=into, at=at)`, in
-    one launch: low_rank [B, L, C], kv bfloat16 [B, L, D], the rest as there. Raises ValueError as they do.
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """`rms_norm(low_rank, q_weight, eps)`, `cache_entry(kv, .., weight=kv_weight, eps=eps, into=into, at=at)` and the
+    two of `coefficients(sums)`, in one launch: low_rank [B, L, C], kv bfloat16 [B, L, D], the rest as there. Raises
+    ValueError as they do.
     """
     if kind not in KINDS:
         raise ValueError(f"norm_and_entry got the rounding {kind!r}, expected one of {', '.join(KINDS)}; correct it.")
@@ -126,10 +132,12 @@ def norm_and_entry(
             " [B, L, C] and [C]; pass the tensors of one step."
         )
     fits = low_rank.size > 0 and low_rank.dtype in (mx.bfloat16, mx.float16, mx.float32) and into.dtype == mx.bfloat16
-    if not fits or not _fits(kv, cos, kv.shape[1]) or not enabled("cache_entry") or not enabled("rms_norm"):
-        return norm_and_entry_ref(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, into=into, at=at)
-    ring, qr = _write(kv, kv_weight, eps, cos, sin, kind, into, at, low_rank, q_weight)
-    return qr, ring
+    fits = fits and _fits(kv, cos, kv.shape[1]) and enabled("cache_entry") and enabled("rms_norm")
+    if not fits or not sums.takes_kernel:
+        ring = cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, into=into, at=at)
+        return rms_norm(low_rank, q_weight, eps), ring, *coefficients(sums)
+    ring, qr, pre, mix = _write(kv, kv_weight, eps, cos, sin, kind, into, at, (low_rank, q_weight, sums))
+    return qr, ring, pre, mix
 
 
 def _fits(x: mx.array, cos: mx.array, length: int) -> bool:
@@ -155,29 +163,32 @@ def _write(
     kind: str,
     into: mx.array,
     at: mx.array,
-    low_rank: mx.array | None = None,
-    q_weight: mx.array | None = None,
+    beside: tuple[mx.array, mx.array, SiteSums] | None = None,
 ) -> list[mx.array]:
-    """The launch that writes into a ring: the new ring and, with `low_rank`, its norm."""
+    """The launch that writes into a ring: the new ring and, with `beside` = (low_rank, q_weight, sums), the norm and
+    the coefficients."""
     B, L, D = x.shape
-    query = low_rank is not None
-    simdgroups = simdgroups_for(low_rank.shape[2]) if query else 0
+    simdgroups = simdgroups_for(beside[0].shape[2]) if beside else 0
     threads = max(D, 32 * simdgroups)
-    copies = -(-into.size // 8 // threads)
-    template = [("THREADS", threads), *_template(D, cos.shape[-1], kind, weight, eps)]
-    if query:
-        template += [("C", low_rank.shape[2]), ("SG", simdgroups), ("T", low_rank.dtype)]
-    return (_norm_ring_kernel if query else _ring_kernel)(
-        inputs=[
-            *[x, cos if weight is None else weight, cos, sin, into, at],
-            *([low_rank, q_weight] if query else []),
-        ],
-        template=template,
-        grid=((B * L * (1 + query) + copies) * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[into.shape, *([low_rank.shape] if query else [])],
-        output_dtypes=[mx.bfloat16, *([low_rank.dtype] if query else [])],
-    )
+    groups = B * L + -(-into.size // 8 // threads)
+    call = {
+        "inputs": [x, cos if weight is None else weight, cos, sin, into, at],
+        "template": [("THREADS", threads), *_template(D, cos.shape[-1], kind, weight, eps)],
+        "output_shapes": [into.shape],
+        "output_dtypes": [mx.bfloat16],
+    }
+    if beside:
+        low_rank, q_weight, sums = beside
+        query = {
+            "inputs": [low_rank, q_weight],
+            "template": [("C", low_rank.shape[2]), ("SG", simdgroups), ("T", low_rank.dtype)],
+            "output_shapes": [low_rank.shape],
+            "output_dtypes": [low_rank.dtype],
+        }
+        groups += B * L + sums.rows
+        call = {name: values + query[name] + sums.rider()[name] for name, values in call.items()}
+    kernel = _norm_ring_kernel if beside else _ring_kernel
+    return kernel(**call, grid=(groups * threads, 1, 1), threadgroup=(threads, 1, 1))
 
 
 def _check_ring(x: mx.array, into: mx.array, at: mx.array | None) -> None:
@@ -215,12 +226,13 @@ def norm_and_entry_ref(
     kind: str,
     kv_weight: mx.array,
     eps: float,
+    sums: SiteSums,
     *,
     into: mx.array,
     at: mx.array,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     ring = cache_entry_ref(kv, cos, sin, kind, weight=kv_weight, eps=eps, into=into, at=at)
-    return rms_norm_ref(low_rank, q_weight, eps), ring
+    return rms_norm_ref(low_rank, q_weight, eps), ring, *coefficients_ref(sums)
 
 
 def cases() -> list[Case]:
@@ -272,18 +284,21 @@ def cases() -> list[Case]:
         def arrays(rng: np.random.Generator) -> list[mx.array]:
             query = [normal(rng, *shape[:2], C), mx.array(1 + rng.standard_normal(C)).astype(mx.bfloat16)]
             into = normal(rng, shape[0], R, shape[2])
-            return [*query, *inputs(rng, shape, pairs), into, mx.array([at], dtype=mx.int32)]
+            dots = mx.array(rng.standard_normal((*shape[:2], 32, 25), dtype=np.float32))
+            sums = [mx.abs(dots), *(mx.array(rng.standard_normal(n, dtype=np.float32)) for n in (24, 3))]
+            return [*query, *inputs(rng, shape, pairs), into, mx.array([at], dtype=mx.int32), *sums]
 
-        def run(op, low_rank, q_weight, kv, weight, cos, sin, into, at):
-            return op(low_rank, q_weight, kv, cos, sin, "fp8", weight, 1e-20, into=into, at=at)
+        def run(op, low_rank, q_weight, kv, weight, cos, sin, into, at, *sums):
+            sums = SiteSums(*sums, width=32, iters=3, eps=1e-6, norm_eps=1e-20)
+            return op(low_rank, q_weight, kv, cos, sin, "fp8", weight, 1e-20, sums, into=into, at=at)
 
         return Case(
             f"cache_entry/query{C}_ring{R}_at{at}_{'x'.join(map(str, shape))}_tail{2 * pairs}",
             functools.partial(run, norm_and_entry),
             functools.partial(run, norm_and_entry_ref),
             arrays,
-            tolerance=2e-6,
-            bytes=2 * prod(shape) + 4 * shape[0] * (R * shape[2] + shape[1] * C),
+            tolerance=1e-5,  # of the coefficients
+            bytes=2 * prod(shape) + 4 * shape[0] * (R * shape[2] + shape[1] * (C + 800)),
             large=large,
         )
 

@@ -11,14 +11,14 @@
 Everything is float32 inside; collapse and expand round once to bfloat16 (architecture notes 4.2, 4.3). A site's `pre`
 is consumed by the next site, `post` and `comb` by its own.
 
-A site takes three launches, where the mix, the split, the collapse, the norm and the expansion would be five:
+A site takes up to three launches, where the mix, the split, the collapse, the norm and the expansion would be five:
 
 * `site`: the products fn . h and the sum of squares in `_PARTS` partial sums, and in other threadgroups of the same
   grid the input of the sublayer, which needs the previous site's `pre` only. Bytes: fn once for eight rows, h twice
   (the second time from cache). Many rows on CUDA take a launch for each of the two: see `_hyper_cuda.py`.
 * `coefficients`: one simdgroup a row adds the partial sums and goes through the Sinkhorn passes, 4,000 to 7,000 cycles
-  of waiting. Nothing needs them before the sublayer's last product, so they are made beside the launches in between
-  (a CUDA graph and Metal's concurrent encoder run them at the same time). Bytes: 3 KB a row.
+  of waiting. Nothing needs them before the sublayer's last product, so for a few rows they ride with a launch in
+  between, as more threadgroups of it (`SiteSums`): with `norm_and_entry` and `route_beside`. Bytes: 3 KB a row.
 * `expand`. Bytes: y, h in, h out. For a few rows it is the end of the sublayer's last product: see `expand_matmul.py`.
 
 Within tolerance of the references. A row's bits do not depend on the rows beside it.
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from math import isqrt, prod
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -35,6 +36,7 @@ import numpy as np
 from . import _hyper_cuda
 from ._case import Case
 from ._hyper_sources import (
+    COEFFICIENTS_HEADER,
     COEFFICIENTS_SOURCE,
     COLLAPSE_NORM_SOURCE,
     COLLAPSE_SOURCE,
@@ -68,8 +70,10 @@ _dots_kernel = _kernel(
     cuda_source=_hyper_cuda.SOURCE,
     cuda_header=_hyper_cuda.HEADER,
 )
+# What a kernel takes and gives that the coefficients ride with.
+RIDER_INPUTS, RIDER_OUTPUTS = ("hc_dots", "hc_base", "hc_scale"), ("hc_pre", "hc_mix")
 _coefficients_kernel = _kernel(
-    "hyper_connection_coefficients", ["dots", "base", "scale"], ["pre", "mix"], COEFFICIENTS_SOURCE
+    "hyper_connection_coefficients", RIDER_INPUTS, RIDER_OUTPUTS, COEFFICIENTS_SOURCE, COEFFICIENTS_HEADER
 )
 _expand_kernel = _kernel("hyper_connection_expand", ["y", "h", "mix"], ["expanded"], EXPAND_SOURCE, EXPAND_HEADER)
 
@@ -160,31 +164,50 @@ def collapse_norm(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> m
     )[0]
 
 
-def coefficients(
-    dots: mx.array, base: mx.array, scale: mx.array, *, width: int, iters: int, eps: float, norm_eps: float
-) -> tuple[mx.array, mx.array]:
-    """A site's coefficients from the partial sums of `site`: dots [.., P, M (M + 2) + 1] over `width` = M C products,
-    base [M (M + 2)], scale [3]; `iters` counts the Sinkhorn column passes.
+class SiteSums(NamedTuple):
+    """What a site's coefficients are made of: the partial sums `dots` [.., P, M (M + 2) + 1] of `site` over `width` =
+    M C products, base [M (M + 2)], scale [3]; `iters` counts the Sinkhorn column passes."""
 
-    Returns float32 pre [.., M], for the next site, and mix [.., M + M M] for `expand`: post, then comb with one source
-    after the other.
-    """
-    *leading, parts, _ = dots.shape
-    M = _streams_of(base)
-    if M not in STREAMS or not _use_kernel(dots):
-        return coefficients_ref(dots, base, scale, width=width, iters=iters, eps=eps, norm_eps=norm_eps)
-    N = prod(leading)
-    rows = min(N, 8)  # of a threadgroup
+    dots: mx.array
+    base: mx.array
+    scale: mx.array
+    width: int
+    iters: int
+    eps: float
+    norm_eps: float
+
+    @property
+    def rows(self) -> int:
+        return prod(self.dots.shape[:-2])
+
+    @property
+    def takes_kernel(self) -> bool:
+        return _streams_of(self.base) in STREAMS and _use_kernel(self.dots)
+
+    def rider(self) -> dict[str, list[Any]]:
+        """What a launch gets that makes the coefficients too, behind its own: `RIDER_INPUTS`, the template of
+        `COEFFICIENTS_CALL`, `RIDER_OUTPUTS`."""
+        dots, M = self.dots, _streams_of(self.base)
+        leading = dots.shape[:-2]
+        return {
+            "inputs": [dots if dots.ndim == 4 else dots.reshape(1, -1, *dots.shape[-2:]), self.base, self.scale],
+            "template": [
+                *[("HC_M", M), ("HC_PARTS", dots.shape[-2]), ("HC_ITERS", self.iters), ("HC_WIDTH", self.width)],
+                *[("HC_SMALL_BITS", float_bits(self.eps)), ("HC_EPS_BITS", float_bits(self.norm_eps))],
+            ],
+            "output_shapes": [(*leading, M), (*leading, M + M * M)],
+            "output_dtypes": [mx.float32] * 2,
+        }
+
+
+def coefficients(sums: SiteSums) -> tuple[mx.array, mx.array]:
+    """A site's coefficients: float32 pre [.., M], for the next site, and mix [.., M + M M] for `expand`: post, then
+    comb with one source after the other."""
+    if not sums.takes_kernel:
+        return coefficients_ref(sums)
+    rows = min(sums.rows, 8)  # of a threadgroup
     pre, mix = _coefficients_kernel(
-        inputs=[dots if dots.ndim == 4 else dots.reshape(1, N, *dots.shape[-2:]), base, scale],
-        template=[
-            *[("M", M), ("PARTS", parts), ("ITERS", iters), ("WIDTH", width)],
-            *[("SMALL_BITS", float_bits(eps)), ("EPS_BITS", float_bits(norm_eps))],
-        ],
-        grid=(-(-N // rows) * 32 * rows, 1, 1),
-        threadgroup=(32 * rows, 1, 1),
-        output_shapes=[(*leading, M), (*leading, M + M * M)],
-        output_dtypes=[mx.float32] * 2,
+        **sums.rider(), grid=(-(-sums.rows // rows) * 32 * rows, 1, 1), threadgroup=(32 * rows, 1, 1)
     )
     return pre, mix
 
@@ -249,11 +272,10 @@ def collapse_ref(h: mx.array, pre: mx.array) -> mx.array:
     return (pre[..., None] * h.astype(mx.float32)).sum(axis=-2).astype(mx.bfloat16)
 
 
-def coefficients_ref(
-    dots: mx.array, base: mx.array, scale: mx.array, *, width: int, iters: int, eps: float, norm_eps: float
-) -> tuple[mx.array, mx.array]:
-    sums = dots.sum(axis=-2)
-    m = sums[..., :-1] * mx.rsqrt(sums[..., -1:] / width + norm_eps)
+def coefficients_ref(sums: SiteSums) -> tuple[mx.array, mx.array]:
+    dots, base, scale, width, iters, eps, norm_eps = sums
+    total = dots.sum(axis=-2)
+    m = total[..., :-1] * mx.rsqrt(total[..., -1:] / width + norm_eps)
     pre, post, comb = split_ref(m, base, scale, streams=_streams_of(base), iters=iters, eps=eps)
     return pre, mx.concatenate([post, comb.flatten(-2)], axis=-1)
 
@@ -307,9 +329,12 @@ def cases() -> list[Case]:
 
         return sums
 
+    def of_sums(op):
+        return lambda *arrays, **options: op(SiteSums(*arrays, **options))
+
     ops = {
         "site": (complete(site), complete(site_ref), ("h", "pre", "fn", "weight"), {"norm_eps": 1e-20}),
-        "coefficients": (coefficients, coefficients_ref, ("dots", "base", "scale"), {}),
+        "coefficients": (of_sums(coefficients), of_sums(coefficients_ref), ("dots", "base", "scale"), {}),
         "expand": (expand, expand_ref, ("y", "h", "mix"), {}),
         "collapse": (collapse, collapse_ref, ("h", "pre"), {}),
         "collapse_norm": (collapse_norm, collapse_norm_ref, ("h", "pre", "weight"), {"eps": 1e-20}),

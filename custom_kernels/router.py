@@ -7,7 +7,8 @@ All float32 (architecture notes 8.1). softplus is max(z, 0) + log1p(exp(-|z|)): 
 below z of about -16.6. A row's result does not depend on the rows beside it.
 
 Kernel, within tolerance (its log1p differs in the last bits, so a choice can differ only where two biased scores do):
-one launch instead of about 30. Bytes: E logits and biases in, 2 k numbers out. NaN scores are never chosen; with fewer
+one launch instead of about 30, in which the coefficients of a hyper-connection may ride. Bytes: E logits and biases in,
+2 k numbers out. NaN scores are never chosen; with fewer
 than k numbers the list ends in -1 with weight 0.
 """
 
@@ -15,18 +16,22 @@ from __future__ import annotations
 
 import functools
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ._case import Case
+from ._hyper_sources import COEFFICIENTS_CALL, COEFFICIENTS_HEADER
 from ._kernel import Kernel, float_bits
 from ._switches import enabled
+from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums, coefficients, coefficients_ref
 from .topk import top_k_ref
 
 _MOST_EXPERTS = 1024  # 32 registers a lane of the simdgroup that chooses
 _MOST_THREADS = 512
 _MOST_CHOSEN = 32  # one a lane
+_MOST_BESIDE = 8  # rows; with many, groups of which one simdgroup works would cost more than a launch
 
 _ROUTER_HEADER = """
 // log(1 + e) for 0 <= e <= 1, as 2 artanh(e / (2 + e)): no cancellation for small e.
@@ -45,7 +50,7 @@ inline float router_log1p(float e) {
 }
 """
 
-_ROUTER_SOURCE = """
+_SOURCE = """
     // A threadgroup of SG simdgroups owns one row: thread t scores the experts t, t + 32 SG, ... Then the first
     // simdgroup chooses: its lane l holds experts l, l + 32, ..., and each round takes the best one left. Keys sort as
     // unsigned integers like the biased scores (which are never -0.0); 0 stands for what is never chosen.
@@ -55,6 +60,7 @@ _ROUTER_SOURCE = """
     uint t = thread_position_in_threadgroup.x;
     uint lane = thread_index_in_simdgroup;
     ulong row = ulong(threadgroup_position_in_grid.x);
+    BESIDE
     for (uint e = t; e < uint(32 * PER); e += 32u * uint(SG)) {
         uint key = 0u;
         if (e < uint(E)) {
@@ -111,8 +117,27 @@ _router_kernel = Kernel(
     "router",
     ["logits", "bias"],
     ["chosen", "weights"],
-    _ROUTER_SOURCE,
+    _SOURCE.replace("BESIDE", ""),
     _ROUTER_HEADER,
+    exact=False,
+    family="router",
+)
+_beside_kernel = Kernel(
+    "router_beside",
+    ["logits", "bias", *RIDER_INPUTS],
+    ["chosen", "weights", *RIDER_OUTPUTS],
+    _SOURCE.replace(
+        "BESIDE",
+        """uint rows = uint(hc_dots_shape[0]) * uint(hc_dots_shape[1]);
+    if (row >= ulong(rows)) {  // threadgroups behind those of the rows: a row's coefficients
+        if (t < 32u)
+            """
+        + COEFFICIENTS_CALL.replace("HC_ROW", "uint(row) - rows")
+        + """
+        return;
+    }""",
+    ),
+    _ROUTER_HEADER + COEFFICIENTS_HEADER,
     exact=False,
     family="router",
 )
@@ -120,19 +145,44 @@ _router_kernel = Kernel(
 
 def route(logits: mx.array, bias: mx.array, *, k: int, factor: float) -> tuple[mx.array, mx.array]:
     """Chosen experts int32 [.., k], ascending, and their weights float32 [.., k] from logits [.., E], bias [E]."""
-    *leading, E = logits.shape
-    if logits.size == 0 or not enabled("router") or not 8 <= E <= _MOST_EXPERTS or k > min(E, _MOST_CHOSEN):
+    if not _takes_kernel(logits, k):
         return route_ref(logits, bias, k=k, factor=factor)
-    threads = min(-(-E // 32) * 32, _MOST_THREADS)
-    chosen, weights = _router_kernel(
-        inputs=[logits.astype(mx.float32), bias.astype(mx.float32)],
-        template=[("E", E), ("K", k), ("SG", threads // 32), ("FACTOR_BITS", float_bits(factor))],
-        grid=(threads * prod(leading), 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(*leading, k), (*leading, k)],
-        output_dtypes=[mx.int32, mx.float32],
-    )
+    call, threads, rows = _call(logits, bias, k, factor)
+    chosen, weights = _router_kernel(**call, grid=(threads * rows, 1, 1), threadgroup=(threads, 1, 1))
     return chosen, weights
+
+
+def route_beside(
+    logits: mx.array, bias: mx.array, sums: SiteSums, *, k: int, factor: float
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The two of `route` and the two of `coefficients(sums)`, of as many rows; for a few rows in one launch."""
+    if (
+        not _takes_kernel(logits, k)
+        or not sums.takes_kernel
+        or not sums.rows == prod(logits.shape[:-1]) <= _MOST_BESIDE
+    ):
+        return *route(logits, bias, k=k, factor=factor), *coefficients(sums)
+    call, threads, rows = _call(logits, bias, k, factor)
+    call = {name: values + sums.rider()[name] for name, values in call.items()}
+    return tuple(_beside_kernel(**call, grid=(2 * threads * rows, 1, 1), threadgroup=(threads, 1, 1)))
+
+
+def _takes_kernel(logits: mx.array, k: int) -> bool:
+    E = logits.shape[-1]
+    return logits.size > 0 and enabled("router") and 8 <= E <= _MOST_EXPERTS and k <= min(E, _MOST_CHOSEN)
+
+
+def _call(logits: mx.array, bias: mx.array, k: int, factor: float) -> tuple[dict[str, list[Any]], int, int]:
+    """What a launch gets, the threads of its groups, and the rows."""
+    *leading, E = logits.shape
+    threads = min(-(-E // 32) * 32, _MOST_THREADS)
+    call = {
+        "inputs": [logits.astype(mx.float32), bias.astype(mx.float32)],
+        "template": [("E", E), ("K", k), ("SG", threads // 32), ("FACTOR_BITS", float_bits(factor))],
+        "output_shapes": [(*leading, k), (*leading, k)],
+        "output_dtypes": [mx.int32, mx.float32],
+    }
+    return call, threads, prod(leading)
 
 
 def route_ref(logits: mx.array, bias: mx.array, *, k: int, factor: float) -> tuple[mx.array, mx.array]:
@@ -140,6 +190,12 @@ def route_ref(logits: mx.array, bias: mx.array, *, k: int, factor: float) -> tup
     chosen = top_k_ref(scores + bias, k)
     weights = mx.where(chosen < 0, 0, mx.take_along_axis(scores, mx.maximum(chosen, 0), axis=-1))
     return chosen, weights / (weights.sum(axis=-1, keepdims=True) + 1e-20) * factor
+
+
+def route_beside_ref(
+    logits: mx.array, bias: mx.array, sums: SiteSums, *, k: int, factor: float
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    return *route_ref(logits, bias, k=k, factor=factor), *coefficients_ref(sums)
 
 
 def router_scores(logits: mx.array) -> mx.array:
@@ -169,7 +225,32 @@ def cases() -> list[Case]:
             large=large,
         )
 
+    def beside(rows: int, experts: int, streams: int, large: bool = False) -> Case:
+        O = streams * (streams + 2)
+
+        def arrays(rng: np.random.Generator) -> list[mx.array]:
+            dots = mx.abs(mx.array(rng.standard_normal((rows, 32, O + 1), dtype=np.float32)))
+            more = [mx.array(rng.standard_normal(n, dtype=np.float32)) for n in (O, 3)]
+            return [*inputs(rng, rows, experts, "normal"), dots, *more]
+
+        def run(op, logits: mx.array, bias: mx.array, *sums: mx.array):
+            sums = SiteSums(*sums, width=32, iters=3, eps=1e-6, norm_eps=1e-20)
+            return op(logits, bias, sums, k=6, factor=1.5)
+
+        return Case(
+            f"router/beside_{rows}x{experts}_{streams}",
+            functools.partial(run, route_beside),
+            functools.partial(run, route_beside_ref),
+            arrays,
+            tolerance=1e-5,
+            bytes=rows * (4 * experts + 48 + 4 * 32 * (O + 1)) + 4 * experts,
+            large=large,
+        )
+
     return [
+        beside(3, 40, 4),
+        beside(1, 384, 1),
+        beside(6, 384, 4, large=True),
         case(3, 384, 6),
         case(2, 384, 6, "very_negative"),
         case(2, 128, 3, "equal"),

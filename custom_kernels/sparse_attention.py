@@ -32,7 +32,7 @@ import numpy as np
 
 from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, float_bits
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
 from ._switches import backend, enabled
 from .rope import rope, rope_frequencies, rope_ref, rope_table
@@ -48,13 +48,26 @@ _CUDA_HEADS, _CUDA_GROUPS = (16, 8, 4, 2, 1), 32
 _TURNED = 64  # pairs of a query that the kernel rotates at most: CUDA's body keeps them in shared memory
 _WIDTHS = (64, 128, 256, 512)  # what a simdgroup holds in whole words of each lane
 
+_INPUTS = ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "cosine", "sine"]
 _sparse_attention_kernel = Kernel(
     "sparse_attention",
-    ["q", "near", "near_list", "far", "far_list", "recent", "base", "sinks", "scale", "cosine", "sine"],
+    _INPUTS,
     ["o"],
     _sparse_attention_metal.SOURCE,
     cuda_source=_sparse_attention_cuda.SOURCE,
     cuda_header=_tiles_cuda.HEADER,
+    exact=False,
+    family="sparse_attention",
+)
+_few_kernel = Kernel(
+    "sparse_attention_few",
+    _INPUTS,
+    ["o"],
+    None,
+    cuda_source=_sparse_attention_cuda.FEW_SOURCE,
+    cuda_header=_tiles_cuda.HEADER,
+    cuda_bounds=(512, 1),
+    shared_memory=_sparse_attention_cuda.FEW_BYTES,
     exact=False,
     family="sparse_attention",
 )
@@ -89,21 +102,26 @@ def sparse_attention(
         return sparse_attention_ref(q, sources, sinks, scale=scale, turn=turn, turn_queries=turn_queries)
     if turn_queries and turn[0].shape[-1] > _TURNED:
         q, turn_queries = rope(q.reshape(B, L, H, D), *turn).reshape(q.shape), False
-    heads = _heads_of_group(B * L, H)
     sinks = sinks.astype(mx.float32)
     cos, sin = turn or (sinks, sinks)
     last, index = sources[-1]
     split = isinstance(last, SplitRows)
     far, recent, base = last if split else (last, last, index)
     near = sources[0] if len(sources) == 2 else (far, index)
-    return _sparse_attention_kernel(
-        inputs=[q, *near, far, index, recent, base, sinks, floats(scale), cos, sin],
-        template=[
-            *[("HG", heads), ("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
-            *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
-        ],
-        grid=(B * L * (H // heads) * 256, 1, 1),
-        threadgroup=(256, 1, 1),
+    arrays = [q, *near, far, index, recent, base, sinks, cos, sin]
+    template = [
+        *[("PAIRS", D // 64), ("TWO", len(sources) == 2), ("SPLIT", split)],
+        *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
+        ("SCALE_BITS", float_bits(scale)),
+    ]
+    heads = _heads_of_group(B * L, H)
+    few = backend() == "cuda" and B * L <= _sparse_attention_cuda.MOST_FEW and _sparse_attention_cuda.has_room()
+    kernel, threads = (_few_kernel, 512) if few else (_sparse_attention_kernel, 256)
+    return kernel(
+        inputs=arrays,
+        template=[("HG", heads), *template],
+        grid=(B * L * (H // heads) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[q.shape],
         output_dtypes=[mx.bfloat16],
     )[0]

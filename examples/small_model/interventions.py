@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.custom_kernels._rows import ring_ref
+from mlx_ds4.custom_kernels.hyper_connection import coefficients
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.model import attention, indexer, linear, moe
@@ -73,8 +74,9 @@ def fake_quantization_off() -> Iterator[None]:
         rows = rope(x if weight is None else rms_norm(x, weight, eps), cos, sin)
         return rows if into is None else ring_ref(into, rows, at, axis=1)
 
-    def norm_and_entry(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, **ring):
-        return rms_norm(low_rank, q_weight, eps), cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, **ring)
+    def norm_and_entry(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, sums, **ring):
+        rows = cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, **ring)
+        return rms_norm(low_rank, q_weight, eps), rows, *coefficients(sums)
 
     with contextlib.ExitStack() as stack:
         for module in (attention, indexer):

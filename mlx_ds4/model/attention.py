@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_ds4.cache import GrowingRows, LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
-from mlx_ds4.custom_kernels.hyper_connection import expand
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients, expand
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
@@ -20,8 +20,8 @@ from .step import Rotation, Step
 
 
 class Attention(nn.Module):
-    """One attention sublayer (architecture notes 5): x [B, L, C] normed and collapsed, and the streams h [B, L, M, C]
-    -> the streams as the result expands them."""
+    """One attention sublayer (architecture notes 5): x [B, L, C] normed and collapsed, the streams h [B, L, M, C] and
+    the sums of its site -> the streams as the result expands them, and the site's `coefficients`."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -42,8 +42,9 @@ class Attention(nn.Module):
         if c.owns_index(layer):
             self.indexer = Indexer(c, layer)
 
-    def __call__(self, x: mx.array, step: Step, cache: LayerCache, h: mx.array, mix: mx.array) -> mx.array:
-        """h and mix as `expand` takes them."""
+    def __call__(
+        self, x: mx.array, step: Step, cache: LayerCache, h: mx.array, sums: SiteSums
+    ) -> tuple[mx.array, mx.array, mx.array]:
         c = self._config
         B, L, _ = x.shape
         turn = step.rotation(self._ratio)
@@ -53,7 +54,7 @@ class Attention(nn.Module):
             x, self.wq_a, self.wkv, *([self.indexer.weights_proj] if scores else []), *compresses
         )
         weights = rest.pop(0) if scores else None
-        qr, near = self._enter(low_rank, kv, turn, step, cache)
+        qr, near, pre, mix = self._enter(low_rank, kv, turn, step, cache, sums)
         q, *index_q = apply_together(qr, self.wq_b, *([self.indexer.wq_b] if scores else []))
         window = step.window_list()
         sources = [(near, mx.broadcast_to(window, (B, *window.shape[1:])))]
@@ -75,26 +76,27 @@ class Attention(nn.Module):
                 step.note(f"attn.{name}", value)
             y = self.wo_b(self.wo_a(o))
             step.note("attn.y", y)
-            return expand(y, h, mix)
-        return apply_and_expand(self.wo_a(o), self.wo_b, h, mix)
+            return expand(y, h, mix), pre, mix
+        return apply_and_expand(self.wo_a(o), self.wo_b, h, mix), pre, mix
 
     def publish(self, x: mx.array, step: Step, cache: LayerCache) -> None:
         """Of an owner, only what it adds to the cache: compressed entries and index keys."""
         self._compress(apply_together(x, *self.compressor.projections), step, cache)
 
     def _enter(
-        self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache
-    ) -> tuple[mx.array, mx.array]:
-        """The normed low-rank query, and the rows of the window with this step's: the ring, or all that is seen."""
+        self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache, sums: SiteSums
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """The normed low-rank query, the rows of the window with this step's (the ring, or all that is seen), and the
+        site's coefficients."""
         eps = self._config.rms_norm_eps
         if step.short:
-            qr, cache.window = norm_and_entry(
-                low_rank, self.q_norm.weight, kv, *turn, "fp8", self.kv_norm.weight, eps,
+            qr, cache.window, pre, mix = norm_and_entry(
+                low_rank, self.q_norm.weight, kv, *turn, "fp8", self.kv_norm.weight, eps, sums,
                 into=cache.window, at=step.at(),
             )  # fmt: skip
-            return qr, cache.window
+            return qr, cache.window, pre, mix
         rows = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=eps)
-        return self.q_norm(low_rank), cache.extend(rows, step.start)
+        return self.q_norm(low_rank), cache.extend(rows, step.start), *coefficients(sums)
 
     def _compress(self, products: list[mx.array], step: Step, cache: LayerCache) -> None:
         """New entries and index keys of an owner."""

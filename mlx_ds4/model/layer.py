@@ -7,7 +7,7 @@ from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.hyper_connection import coefficients, collapse_norm, site, unmix
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, collapse_norm, site, unmix
 
 from .attention import Attention
 from .engram import Engram
@@ -47,11 +47,13 @@ class Layer(nn.Module):
         if self.tapped:
             step.taps.append(h.astype(mx.float32).mean(axis=2).astype(mx.bfloat16))
         step.note("h_in", h)
-        x, pre, mix = self._site("attn", h, pre, step)
-        h = self.attn(x, step, cache, h, mix)
+        x, sums = self._site("attn", h, pre, step)
+        h, pre, mix = self.attn(x, step, cache, h, sums)
+        self._note("attn", pre, mix, step)
         step.note("h_mid", h)
-        x, pre, mix = self._site("ffn", h, pre, step)
-        h = self.ffn(x, step, h, mix)
+        x, sums = self._site("ffn", h, pre, step)
+        h, pre, mix = self.ffn(x, step, h, sums)
+        self._note("ffn", pre, mix, step)
         step.note("h_out", h)
         return h, pre
 
@@ -64,11 +66,13 @@ class Layer(nn.Module):
             h = self.engram(h, records, step)
         self.attn.publish(collapse_norm(h, pre, self.attn_norm.weight, self._config.rms_norm_eps), step, cache)
 
-    def _site(self, name: str, h: mx.array, pre: mx.array, step: Step) -> tuple[mx.array, mx.array, mx.array]:
-        """The sublayer's input, the coefficients that collapse the streams behind it, those that expand its result."""
+    def _site(self, name: str, h: mx.array, pre: mx.array, step: Step) -> tuple[mx.array, SiteSums]:
+        """The sublayer's input, and what it makes the site's coefficients of: those that collapse the streams behind
+        it, and those that expand its result."""
         c = self._config
         x, dots = site(h, pre, self[f"hc_{name}_fn"], self[f"{name}_norm"].weight, norm_eps=c.rms_norm_eps)
-        pre, mix = coefficients(
+        step.note(f"{name}.x", x)
+        return x, SiteSums(
             dots,
             self[f"hc_{name}_base"],
             self[f"hc_{name}_scale"],
@@ -77,7 +81,8 @@ class Layer(nn.Module):
             eps=c.hc_eps,
             norm_eps=c.rms_norm_eps,
         )
+
+    def _note(self, name: str, pre: mx.array, mix: mx.array, step: Step) -> None:
         if step.traces:
-            for key, value in zip(("x", "pre", "post", "comb"), (x, pre, *unmix(mix, c.hc_mult)), strict=True):
+            for key, value in zip(("pre", "post", "comb"), (pre, *unmix(mix, self._config.hc_mult)), strict=True):
                 step.note(f"{name}.{key}", value)
-        return x, pre, mix

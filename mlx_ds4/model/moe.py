@@ -9,8 +9,8 @@ from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand
 from mlx_ds4.custom_kernels.expert_matmul import Plan, expert_down, expert_swiglu, plan_pairs
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
-from mlx_ds4.custom_kernels.hyper_connection import expand
-from mlx_ds4.custom_kernels.router import route
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, expand
+from mlx_ds4.custom_kernels.router import route_beside
 from mlx_ds4.custom_kernels.shared_expert import shared_swiglu
 
 from .linear import Linear, rounds_input, stored
@@ -88,8 +88,8 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward part (architecture notes 8): x [B, L, C] and the streams h [B, L, M, C] -> the streams as the
-    result expands them."""
+    """The feed-forward part (architecture notes 8): x [B, L, C], the streams h [B, L, M, C] and the sums of its site ->
+    the streams as the result expands them, and the site's `coefficients`."""
 
     def __init__(self, config: ModelConfig, *, experts: int | None = None, top_k: int | None = None):
         super().__init__()
@@ -100,11 +100,10 @@ class MoE(nn.Module):
         self.experts = Experts(config, experts)
         self.shared_experts = SharedExpert(config)
 
-    def __call__(self, x: mx.array, step: Step, h: mx.array, mix: mx.array) -> mx.array:
-        """h and mix as `expand` takes them."""
+    def __call__(self, x: mx.array, step: Step, h: mx.array, sums: SiteSums) -> tuple[mx.array, mx.array, mx.array]:
         rows = x.reshape(-1, x.shape[-1])
         logits, shared = self.shared_experts.activate(rows, self.gate)
-        chosen, weights = route(logits, self.gate.bias, k=self._top_k, factor=self._factor)
+        chosen, weights, pre, mix = route_beside(logits, self.gate.bias, sums, k=self._top_k, factor=self._factor)
         a, plan = self.experts.activate(rows, chosen, weights)
         last = (a, stored(self.experts.w2.weight), chosen, (shared, stored(self.shared_experts.w2.weight)))
         if step.traces:
@@ -112,5 +111,5 @@ class MoE(nn.Module):
                 step.note(name, value.reshape(*x.shape[:-1], -1))
             y = expert_down(*last, plan=plan).reshape(x.shape)
             step.note("ffn.y", y)
-            return expand(y, h, mix)
-        return experts_expand(*last, h, mix, plan=plan)
+            return expand(y, h, mix), pre, mix
+        return experts_expand(*last, h, mix, plan=plan), pre, mix

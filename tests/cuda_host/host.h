@@ -162,6 +162,14 @@ static unsigned __ballot_sync(unsigned, bool vote) {
   wait_for(WARP);
   return out;
 }
+static unsigned __match_any_sync(unsigned, int x) {
+  mailbox[threadIdx.x][0] = x;
+  wait_for(WARP);
+  unsigned out = 0;
+  for (int i = 0; i < 32; i++) out |= unsigned(mailbox[lane_base() | i][0] == (uint32_t)x) << i;
+  wait_for(WARP);
+  return out;
+}
 static bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 
 // The counterpart of _cuda_ptx.h.
@@ -172,6 +180,9 @@ static float high_half(u32 w) { return bits_as<float>(w & 0xffff0000u); }
 static u32 pack(float low, float high) { return __nv_bfloat16(low).bits | u32(__nv_bfloat16(high).bits) << 16; }
 static u32 sub2(u32 a, u32 b) { return pack(low_half(a) - low_half(b), high_half(a) - high_half(b)); }
 static u32 mul2(u32 a, u32 b) { return pack(low_half(a) * low_half(b), high_half(a) * high_half(b)); }
+static u32 mul2_by_half(u32 a, u32 b, bool high) {
+  return mul2(a, high ? (b & 0xffff0000u) | b >> 16 : b << 16 | (b & 0xffff));
+}
 static u32 fma2(u32 a, u32 b, u32 c) {
   return pack(
       fmaf(low_half(a), low_half(b), low_half(c)), fmaf(high_half(a), high_half(b), high_half(c)));
@@ -246,6 +257,7 @@ static void finish_copies(int below) {
 template <int GROUPS>
 static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS); }
 static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
+static void ask_for(const void*) {}
 static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }

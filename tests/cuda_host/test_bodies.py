@@ -233,8 +233,10 @@ def test_experts(on_cpu, monkeypatch, formats, rows):
         monkeypatch.setattr(_quant_cuda, "SMS", 1)  # a block then makes several tiles
         assert mx.array_equal(both(few=True)[0], many[0])
         ready = product(shared[0], *shared[1])  # for a weight that tensor cores do not take
-        added = run(lambda: _quant_cuda.down_few(many[0], formats[1], planes, chosen, ready))
-        assert mx.array_equal(added, many[1])
+        for held in (_quant_cuda._DOWN_HELD, 16):  # bytes for activations: for all, for not one row
+            monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", held)
+            added = run(lambda: _quant_cuda.down_few(many[0], formats[1], planes, chosen, ready))
+            assert mx.array_equal(added, many[1])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -374,9 +376,60 @@ def test_selection_and_attention(case, monkeypatch):
         assert compare(g, w, case.tolerance)[0] is None
 
 
+@pytest.fixture
+def few_rows(on_cpu, monkeypatch):
+    """Attention takes the body of few rows, which only CUDA has."""
+    monkeypatch.setattr(sparse_attention, "enabled", lambda family: True)
+    monkeypatch.setattr(sparse_attention, "backend", lambda: "cuda")
+    monkeypatch.setattr(sparse_attention._sparse_attention_cuda, "has_room", lambda: True)
+
+
+FEW = [c for c in sparse_attention.cases() if not c.large and c.inputs(np.random.default_rng(0))[0].shape[1] <= 3]
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_attention_of_few_rows(case, few_rows):
+    arrays = case.inputs(np.random.default_rng(0))
+    (want,) = outputs(case.reference(*arrays))
+    assert compare(run(lambda: case.fn(*arrays)), want, case.tolerance)[0] is None
+
+
+@pytest.mark.parametrize("width", [70, 512])
+def test_attention_of_few_rows_has_the_bits_of_many(few_rows, monkeypatch, width):
+    """A row alone has the bits that it has beside others; an empty list gives zeros."""
+    rng = np.random.default_rng(8)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    def listed(n: int, width: int) -> mx.array:
+        index = rng.integers(-n // 4, n + 9, (1, 3, width))
+        index[0, 1] = -1
+        return mx.array(np.maximum(index, -1).astype(np.int32))
+
+    q, sinks = normal(1, 3, 8, 512), mx.array(rng.standard_normal(8).astype(np.float32))
+    sources = [(normal(1, 136, 512), listed(136, 128)), (normal(1, 900, 512), listed(900, width))]
+    turn = rope_table(np.array([7, 70_000, 1_048_575]), rope_frequencies(64, 10000.0))
+
+    def attend(rows: slice) -> mx.array:
+        options = {"scale": 512**-0.5, "turn": tuple(x[rows] for x in turn), "turn_queries": True}
+        some = [(x, index[:, rows]) for x, index in sources]
+        return run(lambda: sparse_attention.sparse_attention(q[:, rows], some, sinks, **options))
+
+    got = attend(slice(0, 3))
+    assert mx.all(got[:, 1] == 0) and not mx.any(got[:, 0] == 0)
+    assert mx.array_equal(attend(slice(2, 3)), got[:, 2:])
+    monkeypatch.setattr(sparse_attention._sparse_attention_cuda, "has_room", lambda: False)
+    assert mx.array_equal(attend(slice(0, 3)), got)
+
+
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("D", "pairs", "base"), [(64, 9, 23), (128, 64, 0), (512, 32, 30)])
-def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base):
+def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base, few, request):
     """The bits of one array and of queries that were turned before."""
+    if few:
+        request.getfixturevalue("few_rows")
+    one_launch = run if few else run_op
     rng = np.random.default_rng(6)
 
     def normal(*shape: int) -> mx.array:
@@ -391,8 +444,8 @@ def test_attention_on_rows_in_two_parts_with_turned_queries(D, pairs, base):
     turn = rope_table(np.array([70_000, 1_048_575]), rope_frequencies(2 * pairs, 10000.0))
     attend = functools.partial(sparse_attention.sparse_attention, sinks=sinks, scale=0.1, turn=turn)
     for before in ([], [near]):
-        want = run_op(lambda before=before: attend(rope_ref(q, *turn), [*before, (one, index)]))
-        got = run_op(lambda before=before: attend(q, [*before, (parts, index)], turn_queries=True))
+        want = one_launch(lambda before=before: attend(rope_ref(q, *turn), [*before, (one, index)]))
+        got = one_launch(lambda before=before: attend(q, [*before, (parts, index)], turn_queries=True))
         assert mx.array_equal(got, want)
 
 

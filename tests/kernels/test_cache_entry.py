@@ -1,4 +1,5 @@
-"""Entries of a cache: the ring form and the form with the query's norm give the bits of the separate calls."""
+"""Entries of a cache: the ring form and the form with the query's norm and coefficients give the bits of separate
+calls."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import pytest
 
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing
-from mlx_ds4.custom_kernels._switches import use_kernels
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope_table
 
@@ -54,18 +56,46 @@ def test_a_ring_holds_the_entries_and_keeps_the_rest(R, L, at, kind, mode):
     np.testing.assert_array_equal(bits(into), before)
 
 
+def site_sums(*leading: int, streams: int = 4) -> SiteSums:
+    outputs = streams * (streams + 2)
+    dots = mx.abs(mx.random.normal((*leading, 32, outputs + 1), key=mx.random.key(5)))
+    base, scale = (mx.random.normal((n,), key=mx.random.key(n)) for n in (outputs, 3))
+    return SiteSums(dots, base, scale, width=32, iters=4, eps=1e-6, norm_eps=EPS)
+
+
 @needs_emulator
 @pytest.mark.parametrize("order", ["forward", "backward", "random"])
 @pytest.mark.parametrize(("C", "D"), [(160, 96), (96, 256), (1290, 32), (31, 32)])
-def test_with_the_query_the_same_bits_in_one_launch(C, D, order):
+def test_with_the_query_and_coefficients_the_same_bits_in_one_launch(C, D, order):
+    sums = site_sums(2, 3, streams=2 if C == 31 else 4)
     low_rank, q_weight, kv, weight = normal(2, 3, C), normal(C, seed=1), normal(2, 3, D, seed=2), normal(D, seed=3)
     into = normal(2, 7, D, seed=4)
     with use_kernels("emulate", order=order), count_launches() as launches:
-        qr, ring = norm_and_entry(low_rank, q_weight, kv, *table(3), "fp8", weight, EPS, into=into, at=one(6))
+        qr, ring, *mixes = norm_and_entry(
+            low_rank, q_weight, kv, *table(3), "fp8", weight, EPS, sums, into=into, at=one(6)
+        )
         assert dict(launches) == {"cache_entry_norm_ring": 1}
+        assert all(mx.array_equal(a, b) for a, b in zip(mixes, coefficients(sums), strict=True))
         want = cache_entry(kv, *table(3), "fp8", weight=weight, eps=EPS, into=into, at=one(6))
         assert mx.array_equal(qr, rms_norm(low_rank, q_weight, EPS))
     assert mx.array_equal(ring, want)
+
+
+@needs_emulator
+def test_what_cannot_ride_is_launched_alone():
+    low_rank, q_weight, kv, weight, into = (normal(*s) for s in ((1, 2, 64), (64,), (1, 2, 96), (96,), (1, 7, 96)))
+    call = [low_rank, q_weight, kv, *table(2), "fp8", weight, EPS]
+    with use_kernels("emulate"):
+        together = norm_and_entry(*call, site_sums(1, 2), into=into, at=one(6))
+        for family in ("cache_entry", "rms_norm", "hyper_connection"):
+            with disable(family), count_launches() as launches:
+                apart = norm_and_entry(*call, site_sums(1, 2), into=into, at=one(6))
+            assert len(launches) == 2 and "cache_entry_norm_ring" not in launches
+            for a, b in zip(apart, together, strict=True):
+                assert mx.allclose(a, b, rtol=2e-2, atol=1e-4)
+        three = site_sums(1, 2, streams=3)  # which no kernel takes
+        for a, b in zip(norm_and_entry(*call, three, into=into, at=one(6))[2:], coefficients(three), strict=True):
+            assert mx.array_equal(a, b)
 
 
 @needs_emulator
@@ -122,7 +152,14 @@ def test_without_a_kernel(mode):
 def test_wrong_calls(change, message):
     cos, sin = table(2)
     call = {"low_rank": normal(1, 2, 64), "q_weight": normal(64), "kv": normal(1, 2, 96), "cos": cos, "sin": sin}
-    call |= {"kind": "fp8", "kv_weight": normal(96), "eps": EPS, "into": normal(1, 4, 96), "at": one(1)} | change
+    call |= {
+        "kind": "fp8",
+        "kv_weight": normal(96),
+        "eps": EPS,
+        "sums": site_sums(1, 2),
+        "into": normal(1, 4, 96),
+        "at": one(1),
+    } | change
     with pytest.raises(ValueError, match=message):
         norm_and_entry(**call)
     if not {"low_rank", "q_weight"} & set(change):

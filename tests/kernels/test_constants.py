@@ -17,7 +17,7 @@ from mlx_ds4.custom_kernels._switches import trace
 from mlx_ds4.custom_kernels.engram import engram_embedding, engram_update
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand, project_expand
 from mlx_ds4.custom_kernels.expert_matmul import expert_down, expert_swiglu
-from mlx_ds4.custom_kernels.hyper_connection import coefficients, collapse, collapse_norm, expand, site
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients, collapse, collapse_norm, expand, site
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul, quant_matmul_group
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.router import route
@@ -91,7 +91,7 @@ def calls():
     steps = {"width": M * C, "iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
     return [
         ("site", lambda *i: site(*i, fn, weight, norm_eps=1e-20), [h, pre]),
-        ("coefficients", lambda dots: coefficients(dots, base, scale, **steps), [dots]),
+        ("coefficients", lambda dots: coefficients(SiteSums(dots, base, scale, **steps)), [dots]),
         ("expand", expand, [x, h, mix]),
         ("project_expand", lambda x, *i: project_expand(x, q8, *i), [x, h, mix]),
         ("experts_expand", lambda a, c, *i: experts_expand(a, down, c, (a[:, 0], q8), *i), [a, chosen, h, mix]),

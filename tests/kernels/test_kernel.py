@@ -281,6 +281,29 @@ def test_the_gpu_back_ends_get_the_text_and_the_call(monkeypatch, where):
         assert made[-1][0]["name"].startswith("test_shaped_")
 
 
+def test_an_array_that_is_given_twice_is_passed_once_on_cuda(monkeypatch):
+    made = []
+
+    def maker(**fields):
+        return lambda **launch: made.append((fields, launch)) or [mx.zeros((8,))]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", maker)
+    monkeypatch.setattr(_switches, "_gpu", lambda: "cuda")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    source = "y[0] = a[0] + b_shape[0] + c[c_ndim]; uint t = thread_index_in_simdgroup;"
+    kernel = add_one(name="test_twice", input_names=["a", "b", "c"], source=source)
+    x, other = mx.zeros((8,)), mx.zeros((8,))
+    for inputs in ([x, x, other], [other, other, x], [x, other, x], [x, other, mx.zeros((8,))]):
+        call(kernel, inputs=inputs, output_dtypes=[mx.float32])
+    (first, launch), (again, _), (third, _), (distinct, _) = made
+    assert launch["inputs"] == [x, other] and first is again and first["input_names"] == ["a", "c"]
+    aliases, last = "const auto b = a;\nconst auto& b_shape = a_shape;\n", "// a_shape c_ndim\n"
+    assert first["source"].startswith(aliases) and first["source"].endswith(last)
+    assert third["input_names"] == ["a", "b"] and "const auto& c_ndim = a_ndim;" in third["source"]
+    assert distinct["input_names"] == ["a", "b", "c"] and "const auto" not in distinct["source"]
+    assert len({f["name"] for f in (first, third, distinct)}) == 3
+
+
 def test_a_header_stays_in_the_text_where_no_file_can_be_written(monkeypatch):
     monkeypatch.setattr(_kernel, "_header_folder", lambda: None)
     assert _kernel.included.__wrapped__("// long") == "// long"

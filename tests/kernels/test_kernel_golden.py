@@ -11,6 +11,7 @@ from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.hyper_connection import (
+    SiteSums,
     coefficients,
     collapse,
     collapse_norm,
@@ -90,7 +91,7 @@ def whole_site(units, rows: slice = slice(None)) -> list[mx.array]:
     h, y, pre = (units[f"hc.{name}"][rows] for name in ("h", "y", "pre"))
     x, dots = site(h, pre, units["hc.fn"], mx.ones(h.shape[-1]), norm_eps=1e-20)
     options = {"width": h.shape[-2] * h.shape[-1], "iters": 20, "eps": 1e-6, "norm_eps": 1e-20}
-    after, mix = coefficients(dots, units["hc.base"], units["hc.scale"], **options)
+    after, mix = coefficients(SiteSums(dots, units["hc.base"], units["hc.scale"], **options))
     return [x, expand(y, h, mix), after, *unmix(mix, h.shape[-2])]
 
 

@@ -22,6 +22,7 @@ CASES = {
     "hyper_connection_coefficients": "hyper_connection/coefficients_11x2x33",
     "hyper_connection_expand": "hyper_connection/expand_3x2x300",
     "router": "router/1x33_k31_normal",
+    "router_beside": "router/beside_3x40_4",
     "engram_embedding": "engram/embedding_3x5x32",
     "engram_update": "engram/3x4x129_float32",
     "cache_entry": "cache_entry/normed_fp8_3x96_tail16",
@@ -55,7 +56,7 @@ MUTATIONS = [
     ("hyper_connection_site", "k + 32u * d < end", "true", "wrong result"),  # products of the next part
     ("hyper_connection_site", "|| t + 32u * uint(SG) * i < uint(C)", "|| true", "wrong result"),
     ("hyper_connection_coefficients", "if (lane >= uint(OUTPUTS)) o = uint(OUTPUTS);", "", "out-of-bounds"),
-    ("hyper_connection_coefficients", "row < uint(dots_shape[0]) * uint(dots_shape[1])", "true", "out-of-bounds"),
+    ("hyper_connection_coefficients", "row < uint(hc_dots_shape[0]) * uint(hc_dots_shape[1])", "true", "out-of-bounds"),
     ("hyper_connection_coefficients", "else if (lane < uint(OUTPUTS)) mix", "else mix", "race"),
     ("hyper_connection_coefficients", "i < ITERS", "i < 2", "wrong result"),
     ("hyper_connection_expand", "if (c < uint(C))", "if (true)", "race"),
@@ -108,6 +109,10 @@ MUTATIONS = [
     ("router", "if (e < uint(E)) {", "if (true) {", "out-of-bounds"),
     ("router", "if (int(lane) < K) {", "if (true) {", "out-of-bounds"),
     ("router", "k < id", "k > id", "wrong result"),
+    ("router_beside", "row >= ulong(rows)", "row > ulong(rows)", "out-of-bounds"),
+    ("router_beside", "if (t < 32u)\n            hyper", "hyper", "race"),
+    ("cache_entry_norm_ring", "group >= 2u * rows + copies", "group > 2u * rows + copies", "unwritten"),
+    ("cache_entry_norm_ring", "copies && t < 32u", "copies", "race"),
     ("clamped_swiglu", "if (i < size)", "if (true)", "out-of-bounds"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,12 +18,16 @@ from mlx_ds4.custom_kernels import (
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
+    _sparse_attention_cuda,
+    _tiles_cuda,
     hyper_connection,
+    sparse_attention,
 )
 from mlx_ds4.custom_kernels._case import all_cases
 from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
 from mlx_ds4.custom_kernels._random_planes import random_planes
+from mlx_ds4.custom_kernels._rows import SplitRows
 from mlx_ds4.custom_kernels._switches import trace
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -236,6 +241,17 @@ def bodies_for_cuda_alone() -> None:
             _expert_tile_cuda.down(a, format, down, *plan)
 
 
+def attention_of_few_rows() -> None:
+    """Every width, with and without a second source, recent rows and turns."""
+    for width in (64, 128, 256, 512):
+        q, rows = mx.zeros((1, 2, 6, width), dtype=mx.bfloat16), mx.zeros((1, 40, width), dtype=mx.bfloat16)
+        lists, turn = mx.zeros((1, 2, 70), dtype=mx.int32), (mx.zeros((2, 9)), mx.zeros((2, 9)))
+        parts = SplitRows(rows, rows, mx.zeros(1, dtype=mx.int32))
+        attend = functools.partial(sparse_attention.sparse_attention, q, sinks=mx.zeros(6), scale=0.1)
+        attend([(rows, lists)])
+        attend([(rows, lists), (parts, lists)], turn=turn, turn_queries=True)
+
+
 @pytest.mark.slow
 def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     launches: list[Launch] = []
@@ -245,15 +261,19 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
 
     monkeypatch.setattr(Kernel, "_launch", node)  # nothing of it is ever run
+    monkeypatch.setattr(sparse_attention, "enabled", lambda family: True)
+    monkeypatch.setattr(sparse_attention, "backend", lambda: "cuda")
+    monkeypatch.setattr(_sparse_attention_cuda, "has_room", lambda: True)
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
+        attention_of_few_rows()
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
     heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
-    heads += ("#include <cuda_bf16.h>\n",)
+    heads += ("#include <cuda_bf16.h>\n", _tiles_cuda.HEADER)
     texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
-    texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER]
+    texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER, _tiles_cuda.HEADER.removeprefix(_tiles_cuda.PTX)]
     for i, launch in enumerate(kinds.values()):
         kernel = launch.kernel
         assert kernel.cuda_header in heads

@@ -6,9 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator_missing
-from mlx_ds4.custom_kernels._switches import use_kernels
-from mlx_ds4.custom_kernels.router import route, route_ref
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients
+from mlx_ds4.custom_kernels.router import route, route_beside, route_ref
 from tests.golden_tools import assert_close_to_largest, assert_equal, golden
 
 pytestmark = pytest.mark.skipif(emulator_missing() is not None, reason=str(emulator_missing()))
@@ -22,6 +24,31 @@ def test_golden_rows(order):
     by_id = mx.argsort(units["router.experts"], axis=-1)
     assert_equal(chosen, mx.take_along_axis(units["router.experts"], by_id, axis=-1))
     assert_close_to_largest(weights, mx.take_along_axis(units["router.weights"], by_id, axis=-1))
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", "random"])
+@pytest.mark.parametrize(("shape", "streams"), [((1, 3), 4), ((1,), 1), ((8,), 2)])
+def test_coefficients_beside_have_the_bits_of_their_own_launch(shape, streams, order):
+    """So have the choices; more than eight rows, or what no kernel takes, go apart."""
+    logits, bias = mx.random.normal((*shape, 40), key=mx.random.key(0)), mx.random.normal((40,), key=mx.random.key(1))
+    outputs = streams * (streams + 2)
+    dots = mx.abs(mx.random.normal((*shape, 32, outputs + 1), key=mx.random.key(2)))
+    base, scale = (mx.random.normal((n,), key=mx.random.key(n)) for n in (outputs, 3))
+    sums = SiteSums(dots, base, scale, width=32, iters=4, eps=1e-6, norm_eps=1e-20)
+    options = {"k": 6, "factor": 1.5}
+    with use_kernels("emulate", order=order), count_launches() as launches:
+        got = route_beside(logits, bias, sums, **options)
+        assert dict(launches) == {"router_beside": 1}
+        want = [*route(logits, bias, **options), *coefficients(sums)]
+        assert all(mx.array_equal(a, b) for a, b in zip(got, want, strict=True))
+        with disable("hyper_connection"), count_launches() as launches:
+            apart = route_beside(logits, bias, sums, **options)
+        assert dict(launches) == {"router": 1} and mx.array_equal(apart[0], got[0])
+        many = [mx.concatenate([x] * 9, axis=0) for x in (logits.reshape(-1, 40), dots.reshape(-1, 32, outputs + 1))]
+        with count_launches() as launches:
+            rows = route_beside(many[0], bias, sums._replace(dots=many[1]), **options)
+        assert dict(launches) == {"router": 1, "hyper_connection_coefficients": 1}
+        assert mx.array_equal(rows[3][: many[1].shape[0] // 9], got[3].reshape(-1, got[3].shape[-1]))
 
 
 def test_scores_of_very_negative_logits_are_relative():

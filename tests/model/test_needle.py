@@ -26,6 +26,7 @@ from mlx.utils import tree_map_with_path
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4, fake_quant_fp4_e4m3
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.formats.quant_blocks import E2M1
 from mlx_ds4.model import indexer as indexer_module
@@ -168,10 +169,12 @@ def answering(*wishes: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     return np.linalg.pinv(np.concatenate([q for q, _ in wishes])) @ np.concatenate([p for _, p in wishes])
 
 
-def any_streams(*leading: int) -> tuple[mx.array, mx.array]:
-    """What the layers' results are added to, on which nothing here depends."""
+def any_streams(*leading: int) -> tuple[mx.array, SiteSums]:
+    """What the layers' results are added to, and how, on which nothing here depends."""
     M, C = CONFIG.hc_mult, CONFIG.hidden_size
-    return mx.zeros((*leading, M, C), dtype=mx.bfloat16), mx.zeros((*leading, M + M * M))
+    O = M * (M + 2)
+    sums = SiteSums(mx.zeros((*leading, 1, O + 1)), mx.zeros(O), mx.zeros(3), M * C, iters=1, eps=1e-6, norm_eps=1e-20)
+    return mx.zeros((*leading, M, C), dtype=mx.bfloat16), sums
 
 
 def retrieved(hay: Haystack, size: int, length: int) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import pytest
 from mlx_ds4.custom_kernels.compress import pool_pairs
 from mlx_ds4.custom_kernels.engram import engram_gate
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp4, fake_quant_fp4_e4m3, fake_quant_fp8
-from mlx_ds4.custom_kernels.hyper_connection import coefficients, collapse, expand, site, split_ref, unmix
+from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients, collapse, expand, site, split_ref, unmix
 from mlx_ds4.custom_kernels.index_score import index_scores
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope, rope_frequencies, rope_table
@@ -86,7 +86,7 @@ def test_hyper_connection(units):
     x, dots = site(h, pre, units["hc.fn"], mx.ones(h.shape[-1]), norm_eps=EPS)
     assert_one_ulp(x, rms_norm(units["hc.collapsed"], mx.ones(h.shape[-1]), EPS))
     options = {"width": h.shape[-2] * h.shape[-1], "iters": 20, "eps": 1e-6, "norm_eps": EPS}
-    after, mix = coefficients(dots, units["hc.base"], units["hc.scale"], **options)
+    after, mix = coefficients(SiteSums(dots, units["hc.base"], units["hc.scale"], **options))
     for value, name in zip((after, *unmix(mix, 4)), ("pre", "post", "comb"), strict=True):
         assert_close_to_largest(value, units[f"hc.{name}"])
     assert_one_ulp(collapse(h, pre), units["hc.collapsed"])
