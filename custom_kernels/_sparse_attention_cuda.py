@@ -3,9 +3,8 @@
 Many rows (`SOURCE`): the rows of a block of 64 entries lie in registers for the scores, then go through shared memory
 in two halves for the values, so that each is read once for 16 heads. Few rows (`FEW_SOURCE`) leave most of the card
 idle and are bound by the time to memory: there all listed rows are asked for at once, a share by each block, and 64 at
-a time come into a ring of shared memory while those before them are used: half of a block's warps make scores and
-probabilities, the other half adds up the values of the 64 before and sees to the 64 behind. Both have the same sums in
-the same order. A product's rows do not mix, so fewer heads give the same bits.
+a time come into a ring of shared memory while those before them are used. Both have the same sums in the same order. A
+product's rows do not mix, so fewer heads give the same bits.
 
 Estimates, on an H200: 2,048 query rows of 64 heads and 640 entries read 5.4 GB from the second-level cache, about 1 ms.
 One row: 640 KB into each of 32 multiprocessors at 64 bytes a cycle, 6 us, behind a wait for the list and one for memory
@@ -42,8 +41,8 @@ _INDICES = """
 """
 _SMALL = """
     __shared__ float scores[16][66];
-    __shared__ __align__(4) bf16 chances[BUFFERS][16][72];
-    __shared__ float fades[BUFFERS][16], denominators[16];
+    __shared__ __align__(4) bf16 chances[16][72];
+    __shared__ float fades[16], denominators[16];
 """
 _SOFTMAX = """
       #pragma unroll
@@ -54,18 +53,17 @@ _SOFTMAX = """
         const float fade = expf(peak[i] - raised), of_a = expf(a - raised), of_b = expf(b - raised);
         total[i] = fmaf(total[i], fade, warp_sum(of_a + of_b));
         peak[i] = raised;
-        chances[AT][head][lane] = __float2bfloat16(of_a);
-        chances[AT][head][lane + 32] = __float2bfloat16(of_b);
-        if (lane == 0) fades[AT][head] = fade;
+        chances[head][lane] = __float2bfloat16(of_a);
+        chances[head][lane + 32] = __float2bfloat16(of_b);
+        if (lane == 0) fades[head] = fade;
       }
 """
-_DENOMINATORS = """
+_END = """
     if (lane < 2 && 2 * warp + lane < HG) {
       const int head = 2 * warp + lane;
       denominators[head] = (lane ? total[1] : total[0]) + expf(sinks[head0 + head] - (lane ? peak[1] : peak[0]));
     }
-"""
-_OUTPUT = """
+    __syncthreads();
     #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
       const int channel = 8 * (PAIRS * warp + n) + 2 * t, pair = channel / 2 - (D / 2 - TURN);
@@ -92,7 +90,7 @@ SOURCE = (
     __shared__ __align__(16) bf16 turned[16 * (TAIL + 8)];
     __shared__ __align__(16) bf16 values[32 * STRIDE];
 """
-    + _SMALL.replace("BUFFERS", "1")
+    + _SMALL
     + _INDICES
     + """
     const bf16* query = q + out + 8 * t;
@@ -151,7 +149,7 @@ SOURCE = (
       }
       __syncthreads();
 """
-    + _SOFTMAX.replace("AT", "0")
+    + _SOFTMAX
     + """      #pragma unroll
       for (int part = 0; part < 2; part++) {  // 32 entries at a time
         if (part) __syncthreads();
@@ -162,7 +160,7 @@ SOURCE = (
         }
         __syncthreads();
         if (part == 0) {
-          const float low = fades[0][g], high = fades[0][g + 8];
+          const float low = fades[g], high = fades[g + 8];
           #pragma unroll
           for (int n = 0; n < PAIRS; n++) {
             acc[n][0] *= low;
@@ -174,8 +172,8 @@ SOURCE = (
         #pragma unroll
         for (int step = 0; step < 2; step++) {
           const int p = 32 * part + 16 * step + 2 * t;
-          const unsigned a0 = *(const unsigned*)&chances[0][g][p], a1 = *(const unsigned*)&chances[0][g + 8][p];
-          const unsigned a2 = *(const unsigned*)&chances[0][g][p + 8], a3 = *(const unsigned*)&chances[0][g + 8][p + 8];
+          const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
+          const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
           #pragma unroll
           for (int n = 0; n < PAIRS; n++) {
             unsigned b0, b1;
@@ -186,28 +184,22 @@ SOURCE = (
       }
     }
 """
-    + _DENOMINATORS
-    + "    __syncthreads();\n"
-    + _OUTPUT
+    + _END
 )
 
 FEW_SOURCE = (
     """
-    // A block of 16 warps owns HG heads of one query row. Of its first half, warp w makes the scores of entries 8 w ..
-    // 8 w + 7 of each 64 and the softmax of heads 2 w and 2 w + 1; of the second, warp w asks for rows 8 w .. 8 w + 7
-    // of the next 64 and adds up the values of the last 64 in an eighth of the channels.
+    // A block of 8 warps owns HG heads of one query row. Warp w asks for rows 8 w .. 8 w + 7 of each 64 and makes their
+    // scores, and owns heads 2 w and 2 w + 1 for the softmax and an eighth of the channels for the values.
     using namespace ds4_tiles;
     constexpr int D = 64 * PAIRS, CHUNKS = D / 8, STAGES = 3;
     bf16* const ring = (bf16*)dynamic_shared();    // [STAGES][64][D]
-    constexpr int HEADS = HG > 8 ? 16 : 8;         // of a product; those behind HG are zeros
-    bf16* const queries = ring + STAGES * 64 * D;  // [HEADS][D]
-    __shared__ bool present[STAGES][64];
+    bf16* const queries = ring + STAGES * 64 * D;  // [HG][D]
     // 16 bytes of a row lie where no two of those that are read together share a bank.
     const auto place = [](int row, int chunk) { return row * CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))); };
-    const bool scoring = threadIdx.x < 256;
 """
-    + _SMALL.replace("BUFFERS", "2")
-    + _INDICES.replace("warp = threadIdx.x >> 5", "warp = threadIdx.x >> 5 & 7")
+    + _SMALL
+    + _INDICES
     + """
     const int count = near_count + far_count, blocks = (count + 63) / 64;
     const auto listed_at = [&](int p) {
@@ -224,123 +216,98 @@ FEW_SOURCE = (
     };
     // The lists of four blocks: lane l has row 8 w + l % 8 of the block l / 8.
     const auto list_from = [&](int block) { return listed_at(64 * (block + lane / 8) + 8 * warp + lane % 8); };
-    int list = -1, following = -1;
+    int list = list_from(0), following = list_from(4);
+    const int shares = heads / HG, share = blockIdx.x % shares;  // of what the blocks of a query row ask for
+    for (int i = threadIdx.x; i < (count + shares - 1) / shares * (D / 64); i += 256) {
+      const int p = share + shares * (i / (D / 64)), id = listed_at(p);
+      if (id >= 0) ask_for(row_of(p, id) + i % (D / 64) * 64);
+    }
+    __shared__ bool present[STAGES][64];
     const auto send = [&](int block) {
       if (block > 0 && block % 4 == 0) {
         list = following;
         following = list_from(block + 4);
       }
       uint4* const stage = (uint4*)ring + block % STAGES * 64 * CHUNKS;
-      const int e = 8 * warp + g, id = __shfl_sync(0xffffffffu, list, block % 4 * 8 + g);  // four lanes a row
-      const bf16* const from = row_of(64 * block + e, id);
-      if (t == 0) present[block % STAGES][e] = id >= 0;
       #pragma unroll
-      for (int c = t; c < CHUNKS; c += 4) {
-        if (id >= 0) copy16_async(stage + place(e, c), from + 8 * c);
-        else stage[place(e, c)] = make_uint4(0, 0, 0, 0);  // a probability of 0 times what lay there may be NaN
+      for (int r = 0; r < 8; r++) {
+        const int e = 8 * warp + r, id = __shfl_sync(0xffffffffu, list, block % 4 * 8 + r);
+        if (lane == r) present[block % STAGES][e] = id >= 0;
+        const bf16* const from = row_of(64 * block + e, id);
+        for (int c = lane; c < CHUNKS; c += 32) {
+          if (id >= 0) copy16_async(stage + place(e, c), from + 8 * c);
+          else stage[place(e, c)] = make_uint4(0, 0, 0, 0);  // a probability of 0 times what lay there may be NaN
+        }
       }
     };
-    if (scoring) {
-      const int shares = heads / HG, share = blockIdx.x % shares;  // of what the blocks of a query row ask for
-      for (int i = threadIdx.x; i < (count + shares - 1) / shares * (D / 64); i += 256) {
-        const int p = share + shares * (i / (D / 64)), id = listed_at(p);
-        if (id >= 0) ask_for(row_of(p, id) + i % (D / 64) * 64);
-      }
-      for (int i = threadIdx.x; i < HEADS * CHUNKS; i += 256) {
-        const int head = i / CHUNKS, c = i % CHUNKS;
-        uint4 word = octet(q + out + (size_t)head * D + 8 * c, head < HG);
-        if (TURN_QUERIES && 8 * c + 8 > D - 2 * TURN && head < HG) {
-          bf16* const x = (bf16*)&word;
-          for (int j = 0; j < 4; j++) {
-            const int pair = 4 * c + j - (D / 2 - TURN);
-            if (pair >= 0) turn(x[2 * j], x[2 * j + 1], cosine[at_turn + pair], sine[at_turn + pair]);
-          }
+    for (int block = 0; block < 2; block++) {
+      if (block < blocks) send(block);
+      commit_copies();
+    }
+    for (int i = threadIdx.x; i < HG * CHUNKS; i += 256) {
+      const int head = i / CHUNKS, c = i % CHUNKS;
+      uint4 word = octet(q + out + (size_t)head * D + 8 * c, true);
+      if (TURN_QUERIES && 8 * c + 8 > D - 2 * TURN) {
+        bf16* const x = (bf16*)&word;
+        for (int j = 0; j < 4; j++) {
+          const int pair = 4 * c + j - (D / 2 - TURN);
+          if (pair >= 0) turn(x[2 * j], x[2 * j + 1], cosine[at_turn + pair], sine[at_turn + pair]);
         }
-        ((uint4*)queries)[place(head, c)] = word;
       }
-    } else {
-      list = list_from(0);
-      following = list_from(4);
-      send(0);
-      wait_for_copies();
+      ((uint4*)queries)[place(head, c)] = word;
     }
     __syncthreads();
     const auto of_query = [&](int h, int c) {
-      return ((const uint4*)queries)[place(h, 4 * c + t)];
+      return h < HG ? ((const uint4*)queries)[place(h, 4 * c + t)] : make_uint4(0, 0, 0, 0);
     };
     float acc[PAIRS][4] = {};
     float peak[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f};
-    // Two of the four products of 16 entries of a block with their probabilities.
-    const auto add_values = [&](int block, int first) {
-      const bf16* const rows = ring + block % STAGES * 64 * D;
-      const bf16(&chance)[16][72] = chances[block & 1];
+
+    for (int block = 0; block < blocks; block++) {
+      wait_for_copies_but<1>();
+      __syncwarp();
+      const uint4* const stage = (const uint4*)ring + block % STAGES * 64 * CHUNKS;
+      float dots[2][4] = {};
       #pragma unroll
-      for (int step = first; step < first + 2; step++) {
+      for (int c = 0; c < 2 * PAIRS; c++)
+        product(dots[c & 1], of_query(g, c), of_query(g + 8, c), stage[place(8 * warp + g, 4 * c + t)]);
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int p = 8 * warp + 2 * t + (i & 1);
+        scores[g + 8 * (i >> 1)][p] =
+            present[block % STAGES][p] ? (dots[0][i] + dots[1][i]) * SCALE : NO_SCORE;
+      }
+      __syncthreads();
+      if (block + 2 < blocks) send(block + 2);  // where the values were that all warps are done with
+      commit_copies();
+"""
+    + _SOFTMAX
+    + """
+      __syncthreads();
+      const float low = fades[g], high = fades[g + 8];
+      #pragma unroll
+      for (int n = 0; n < PAIRS; n++) {
+        acc[n][0] *= low;
+        acc[n][1] *= low;
+        acc[n][2] *= high;
+        acc[n][3] *= high;
+      }
+      #pragma unroll
+      for (int step = 0; step < 4; step++) {
         const int p = 16 * step + 2 * t;
-        const unsigned a0 = *(const unsigned*)&chance[g][p], a1 = *(const unsigned*)&chance[g + 8][p];
-        const unsigned a2 = *(const unsigned*)&chance[g][p + 8], a3 = *(const unsigned*)&chance[g + 8][p + 8];
+        const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
+        const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
         #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
           unsigned b0, b1;
-          transposed(b0, b1, rows + 8 * place(16 * step + (lane & 15), PAIRS * warp + n));
+          transposed(b0, b1, (const bf16*)(stage + place(16 * step + (lane & 15), PAIRS * warp + n)));
           mma(acc[n], a0, a1, a2, a3, b0, b1);
         }
       }
-    };
+    }
 
-    // While the first half works on a block, the second adds up the one before and waits for the one behind.
-    for (int block = 0; block <= blocks; block++) {
-      if (scoring && block < blocks) {
-        const uint4* const stage = (const uint4*)ring + block % STAGES * 64 * CHUNKS;
-        float dots[2][4] = {};
-        #pragma unroll
-        for (int c = 0; c < 2 * PAIRS; c++)
-          product(dots[c & 1], of_query(g, c), HG > 8 ? of_query(g + 8, c) : make_uint4(0, 0, 0, 0),
-                  stage[place(8 * warp + g, 4 * c + t)]);
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int p = 8 * warp + 2 * t + (i & 1);
-          scores[g + 8 * (i >> 1)][p] = present[block % STAGES][p] ? (dots[0][i] + dots[1][i]) * SCALE : NO_SCORE;
-        }
-      }
-      if (!scoring) {
-        if (block + 1 < blocks) send(block + 1);
-        if (block > 0) {
-          const float low = fades[(block - 1) & 1][g], high = fades[(block - 1) & 1][g + 8];
-          #pragma unroll
-          for (int n = 0; n < PAIRS; n++) {
-            acc[n][0] *= low;
-            acc[n][1] *= low;
-            acc[n][2] *= high;
-            acc[n][3] *= high;
-          }
-          add_values(block - 1, 0);
-        }
-      }
-      __syncthreads();
-      if (scoring && block < blocks) {
 """
-    + _SOFTMAX.replace("AT", "block & 1")
-    + """
-      }
-      if (!scoring) {
-        if (block > 0) add_values(block - 1, 2);
-        wait_for_copies();
-      }
-      __syncthreads();
-    }
-    if (scoring) {
-"""
-    + _DENOMINATORS
-    + """
-    }
-    __syncthreads();
-    if (!scoring) {
-"""
-    + _OUTPUT
-    + """
-    }
-"""
+    + _END
 )
 
 

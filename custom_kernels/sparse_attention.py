@@ -66,7 +66,7 @@ _few_kernel = Kernel(
     None,
     cuda_source=_sparse_attention_cuda.FEW_SOURCE,
     cuda_header=_tiles_cuda.HEADER,
-    cuda_bounds=(512, 1),
+    cuda_bounds=(256, 1),
     shared_memory=_sparse_attention_cuda.FEW_BYTES,
     exact=False,
     family="sparse_attention",
@@ -116,12 +116,11 @@ def sparse_attention(
     ]
     heads = _heads_of_group(B * L, H)
     few = backend() == "cuda" and B * L <= _sparse_attention_cuda.MOST_FEW and _sparse_attention_cuda.has_room()
-    kernel, threads = (_few_kernel, 512) if few else (_sparse_attention_kernel, 256)
-    return kernel(
+    return (_few_kernel if few else _sparse_attention_kernel)(
         inputs=arrays,
         template=[("HG", heads), *template],
-        grid=(B * L * (H // heads) * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
+        grid=(B * L * (H // heads) * 256, 1, 1),
+        threadgroup=(256, 1, 1),
         output_shapes=[q.shape],
         output_dtypes=[mx.bfloat16],
     )[0]

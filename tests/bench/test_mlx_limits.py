@@ -48,11 +48,11 @@ def test_products_with_slices():
         assert {what for _, what in starts} == {"right"}
 
 
-@pytest.mark.parametrize("name", ["launch_cost", "kernel_start", "host_arrays", "cluster_graph"])
+@pytest.mark.parametrize("name", ["launch_cost", "kernel_start", "host_arrays"])
 def test_kernels_need_cuda(name):
     done = run(f"{name}.py")
     if mx.cuda.is_available():
-        assert done.returncode == 0 and re.search(r"_us|\d s a kernel|\"wrong\"", done.stdout), done.stderr
+        assert done.returncode == 0 and re.search(r"_us|\d s a kernel", done.stdout), done.stderr
     else:
         assert done.returncode == 1 and done.stderr.startswith(f"{name} needs a CUDA device") and not done.stdout
 
