@@ -13,62 +13,36 @@ __device__ __forceinline__ float team_sum(const float* part, int from, int e) {
   return sum;
 }
 
-// IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them. The bfloat16
-// of 8, 25, 43 and their negatives have seven different bytes, so a byte permutation makes a pair of them from 16 bits
-// of selectors, where one bit is a sign: an entry of the grid is 8 bytes, half of what its values take of shared
-// memory's time, and one logical instruction sets the signs of four values.
-//
-// Row i of 256 bytes: 16 copies of entry i of the grid, 32 of the signs of the seven bits i / 2; a lane reads those in
-// its banks. The table lies at a multiple of its size, so a byte permutation makes an address too: a byte of the codes
-// in the lane's own.
+// IQ2_XXS with tables that cost a warp no bank conflicts, for blocks that live long enough to make them. Row i of 256
+// bytes: 8 copies of entry i of the grid, 32 of the signs of the seven bits i / 2; a lane reads those in its banks. The
+// table lies at a multiple of its size, so a byte permutation makes an address: a byte of the codes in the lane's own.
 struct WideIq2 : Weight<IQ2_XXS> {
   static constexpr int TABLES = 65536;  // bytes
-  // Of four positive values: the nibbles that select the low and the high byte of each from Reader's words.
-  static __device__ __forceinline__ u32 selectors(u32 bytes, bool second) {
-    u32 all = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const u32 v = bytes >> (8 * k) & 255;
-      const u32 one = v == 8 ? 0x54 : second ? (v == 25 ? 0x56 : 0x01) : (v == 25 ? 0x57 : 0x60);
-      all |= one << (8 * k);
-    }
-    return all;
-  }
   // By all threads; needs a barrier before use.
   static __device__ __forceinline__ void stage(uint4* tables) {
     for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-      const u32 first = selectors(IQ2_WORDS[2 * i], false), second = selectors(IQ2_WORDS[2 * i + 1], true);
-      u32 s = i / 2, signs = 0;
+      const u32 low = IQ2_WORDS[2 * i], high = IQ2_WORDS[2 * i + 1];
+      const uint4 v = make_uint4(low_pair(low), high_pair(low), low_pair(high), high_pair(high));
+      u32 s = i / 2;
       s |= (__popc(s) & 1) << 7;
-#pragma unroll
-      for (int k = 0; k < 4; k++) signs |= (s >> k & 1) << (8 * k + 6) | (s >> (k + 4) & 1) << (8 * k + 5);
+      s = (s & 0x55) | ((s & 0xaa) << 15);  // even columns in the low half, odd ones in the high half
+      s = (s << 15 & 0x80008000u) | (s << 12 & 0x40004000u) | (s << 9 & 0x20002000u) | (s << 6 & 0x10001000u);
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         uint4* const copies = tables + 16 * i + ((c + i) & 7);  // lanes begin in different banks
-        copies[0] = make_uint4(first, second, first, second);
-        copies[8] = make_uint4(signs, signs, signs, signs);
+        copies[0] = v;
+        copies[8] = make_uint4(s, s, s, s);
       }
     }
   }
-  // What a lane reads the tables with: its addresses of row 0; the byte permutation that takes index t; the power of
-  // two that moves the t-th seven bits to the top, and 2^16: products, since shifts share a pipe with all logic, which
-  // takes an instruction every other cycle.
   struct Reader {
-    u32 grid, signs, byte_t, power, power16, first[2], second[2];
+    u32 grid, signs, byte_t, power;
     __device__ __forceinline__ Reader(const uint4* tables, int t) {
       const u32 lane = threadIdx.x & 31, table = shared_address(tables);
-      grid = opaque(table + 8 * (lane & 15));
+      grid = opaque(table + 16 * (lane & 7));
       signs = opaque(table + 128 + 4 * lane);
       byte_t = opaque(0x7604 + (t << 4));
       power = opaque(1u << (25 - 7 * t));
-      power16 = gridDim.y << 16;  // of a grid with one row, which ptxas does not know: it would make a shift
-      // The bytes of the values; where the two of a sign lie differs in bit 2, or bit 1. Nothing selects the highest
-      // byte of the first word. It is another in each lane, as constants would lie in uniform registers, of which an
-      // instruction takes one.
-      first[0] = 0x00c2c12cu | grid << 24;
-      first[1] = 0xc8424100u;
-      second[0] = 0x00c22c42u | grid << 24;
-      second[1] = 0xc1c84100u;
     }
   };
   // Block j of a step: fragments of A and the scales of rows g and g + 8.
@@ -76,14 +50,12 @@ struct WideIq2 : Weight<IQ2_XXS> {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const u32 index = j & 1 ? q[r][j / 2].z : q[r][j / 2].x, rest = j & 1 ? q[r][j / 2].w : q[r][j / 2].y;
-      uint2 v = read8_shared(__byte_perm(index, reader.grid, reader.byte_t));
-      const u32 signs = read4_shared(__byte_perm(rest * reader.power, reader.signs, 0x7634));
-      v.x ^= signs & 0x40404040u;
-      v.y ^= signs & 0x20202020u;
-      a[r][0] = permuted(reader.first, v.x);
-      a[r][1] = permuted(reader.first, upper_product(v.x, reader.power16, 0));
-      a[r][2] = permuted(reader.second, v.y);
-      a[r][3] = permuted(reader.second, upper_product(v.y, reader.power16, 0));
+      const uint4 v = read16_shared(__byte_perm(index, reader.grid, reader.byte_t));
+      const u32 sign = read4_shared(__byte_perm(rest * reader.power, reader.signs, 0x7634));
+      a[r][0] = v.x ^ (sign & 0x80008000u);
+      a[r][1] = v.y ^ (sign << 1 & 0x80008000u);
+      a[r][2] = v.z ^ (sign << 2 & 0x80008000u);
+      a[r][3] = v.w ^ (sign << 3 & 0x80008000u);
       // d (2 s + 1) / 8, exact, by way of 2^21 + s / 4: the highest four bits on top of a float whose last bit is 1/4.
       scale[r] = half_bits(d[r]) * (__int_as_float(upper_product(rest, 16, 0x4a000000u)) - 2097151.875f);
     }
