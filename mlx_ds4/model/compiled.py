@@ -1,9 +1,10 @@
 """Steps of decoding and verification as compiled graphs: the same modules, traced once for each shape of step.
 
-A pass over up to 8 rows runs as two graphs. The first embeds the tokens and runs the layers before the first Engram
-layer; it needs no number on the host, so the device works on it while the host still waits for the token that Engram
-must hash. The second runs the rest. Positions, bounds and slots are arrays, so a graph serves every step of its shape
-(`StepShape`) and cache capacity; the arrays it makes are the rings and the recent rows, never the old ones.
+A pass over up to 8 rows runs as a chain of graphs. The first embeds the tokens and runs the layers before the first
+Engram layer; it needs no number on the host, so the device works on it while the host still waits for the token that
+Engram must hash. The next has two layers, then come eight each: a graph is copied as a whole before any of it is
+evaluated, and the device would wait for that. Positions, bounds and slots are arrays, so a graph serves every step of
+its shape (`StepShape`) and cache capacity; the arrays it makes are the rings and the recent rows, never the old ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from .step import Step, StepShape
 
 if TYPE_CHECKING:
     from .model import Model
+
+# Layers of the second part, with which the device begins, and of those behind it.
+FIRST, LAYERS = 2, 8
 
 
 class CompiledSteps:
@@ -44,42 +48,47 @@ class CompiledSteps:
         self._start_anew_if_changed()
         step = Step(model.config, cache.offset, tokens.shape[1])
         shape, arrays = step.shape, step.inputs()
-        inputs = [layer.inputs for layer in cache]
-        split = _split(model)
-        begin = self._graph(("begin", shape), lambda: self._begin(shape, split))
-        h, pre, early, first_taps = begin(tokens, arrays, inputs[:split])
-        mx.async_eval(h, pre)
-        mapped, records = model.fetch(model.checked_ids(tokens), cache)
-        finish = self._graph(("finish", shape, last_only), lambda: self._finish(shape, split, last_only))
-        logits, late, taps = finish(h, pre, arrays, inputs[split:], records)
-        for layer, outputs in zip(cache, [*early, *late], strict=True):
-            layer.take(outputs, shape.entries)
+        state, published, outputs, taps = [tokens], {}, [], []
+        mapped, records = None, {}
+        for part, (first, end) in enumerate(parts := _parts(model)):
+            if part == 1:
+                mapped, records = model.fetch(model.checked_ids(tokens), cache)
+            ends = part + 1 == len(parts)
+            key = (part, shape, ends and last_only)
+            graph = self._graph(key, lambda part=part: self._part(part, shape, last_only))
+            inputs = [layer.inputs for layer in cache[first:end]]
+            own = {layer: table for layer, table in records.items() if first <= layer < end}
+            state, published, made, some = graph(state, arrays, inputs, own, published)
+            if not ends:
+                mx.async_eval(state, made)
+            outputs += made
+            taps += some
+        for layer, made in zip(cache, outputs, strict=True):
+            layer.take(made, shape.entries)
         cache.advance(shape.length, mapped)
-        return logits, [*first_taps, *taps]
+        return state[0], taps
 
-    def _begin(self, shape: StepShape, split: int) -> Callable:
-        """Embedding and the first `split` layers."""
-        model, twins = self._model, [LayerCache(self._model.config, layer) for layer in range(split)]
+    def _part(self, part: int, shape: StepShape, last_only: bool) -> Callable:
+        """A run of layers; the first part begins with the embedding, the last one ends with the head."""
+        model, parts = self._model, _parts(self._model)
+        first, end = parts[part]
+        twins = [LayerCache(model.config, layer) for layer in range(len(model.layers))]
 
-        def run(tokens: mx.array, arrays: dict[str, mx.array], inputs: list[list[mx.array]]):
+        def run(
+            state: list[mx.array],
+            arrays: dict[str, mx.array],
+            inputs: list[list[mx.array]],
+            records: dict[int, mx.array],
+            published: dict[str, Any],
+        ):
             step = Step.traced(model.config, shape, arrays)
-            caches = [twin.twin(given) for twin, given in zip(twins, inputs, strict=True)]
-            h, pre = model.run_layers(0, split, *model.start(tokens), step, caches, {})
-            return h, pre, [cache.outputs for cache in caches], step.taps
-
-        return run
-
-    def _finish(self, shape: StepShape, split: int, last_only: bool) -> Callable:
-        """The other layers and the head."""
-        model, count = self._model, len(self._model.layers)
-        twins = [LayerCache(model.config, layer) for layer in range(count)]
-
-        def run(h: mx.array, pre: mx.array, arrays: dict, inputs: list[list[mx.array]], records: dict[int, mx.array]):
-            step = Step.traced(model.config, shape, arrays)
-            caches = [twins[split + i].twin(given) for i, given in enumerate(inputs)]
-            caches = [*twins[:split], *caches]
-            h, pre = model.run_layers(split, count, h, pre, step, caches, records)
-            return model.logits(h, pre, last_only), [cache.outputs for cache in caches[split:]], step.taps
+            caches = list(twins)
+            caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
+            _read(published, step, caches)
+            h, pre = model.start(*state) if part == 0 else state
+            h, pre = model.run_layers(first, end, h, pre, step, caches, records)
+            out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
+            return out, _published(step, caches), [cache.outputs for cache in caches[first:end]], step.taps
 
         return run
 
@@ -99,11 +108,32 @@ class CompiledSteps:
             self._graphs, self._views, self._seen = {}, [], []
 
 
-def _split(model: Model) -> int:
-    """How many layers may run before the token's number is known: those before Engram, if they publish nothing."""
-    c = model.config
-    first = min(c.engram_layer_ids, default=0)
-    return first if all(c.ratio(layer) == 0 for layer in range(first)) else 0
+def _parts(model: Model) -> list[tuple[int, int]]:
+    """The layers of each graph, from and to. The first holds those that may run before the token's number is known:
+    those before Engram, if they publish nothing."""
+    c, count = model.config, len(model.layers)
+    split = min(c.engram_layer_ids, default=0)
+    split = split if all(c.ratio(layer) == 0 for layer in range(split)) else 0
+    ends = [split, *range(split + FIRST, count, LAYERS), count]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _published(step: Step, caches: list[LayerCache]) -> dict[str, Any]:
+    """What later layers read of a traced step: the lists, and the arrays of the cache whose rows they select."""
+    found: dict[str, Any] = {"selection": step.selection, "candidates": step.candidates}
+    if step.source is not None:
+        found[f"source{caches.index(step.source)}"] = step.source.inputs
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read(published: dict[str, Any], step: Step, caches: list[LayerCache]) -> None:
+    """Puts what an earlier part has published into a traced step, and the source's rows into its cache."""
+    for name, value in published.items():
+        if name.startswith("source"):
+            layer = int(name.removeprefix("source"))
+            step.source = caches[layer] = caches[layer].twin(value)
+        else:
+            setattr(step, name, value)
 
 
 def _containers(value: Any) -> Iterator[Collection]:

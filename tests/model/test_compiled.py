@@ -31,6 +31,8 @@ def traced(nano_wide, monkeypatch):
     """The model with its graphs turned on and traced functions called as they are; the shapes that were traced."""
     shapes = []
     monkeypatch.setattr(expert_matmul, "_GATHERED_PAIRS", 64)  # the reference asks the host for more pairs
+    monkeypatch.setattr(compiled, "FIRST", 1)  # an end behind an owner, and one between a source and its readers
+    monkeypatch.setattr(compiled, "LAYERS", 1)
     monkeypatch.setattr(nano_wide, "compiled", True)
     monkeypatch.setattr(nano_wide, "_steps", CompiledSteps(nano_wide))
     monkeypatch.setattr(compiled.mx, "compile", lambda fn: shapes.append(fn.__name__) or fn)
@@ -54,7 +56,7 @@ def test_one_graph_serves_many_positions(traced, sequence):
     _, cache = run(model, sequence[:26], [26])
     del shapes[:]
     run(model, sequence[26:], [1], cache)
-    assert len(shapes) == 4  # two graphs each
+    assert len(shapes) == 2 * len(compiled._parts(model))
 
 
 def test_rejected_drafts_leave_no_trace(traced, sequence):
@@ -87,7 +89,7 @@ def test_graphs_are_made_where_a_gpu_is_and_not_if_disabled(traced, sequence, mo
     monkeypatch.setattr(_switches, "_gpu", lambda: "cuda")
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     logits = []
-    for disabled, graphs in ((families(), 2), ((*families(), "compiled_step"), 0)):
+    for disabled, graphs in ((families(), len(compiled._parts(model))), ((*families(), "compiled_step"), 0)):
         monkeypatch.setenv("MLX_DS4_DISABLE", ",".join(disabled))
         _switches.reset_settings()
         del shapes[:]
