@@ -10,6 +10,7 @@ takes back the last steps exactly: as if they had never been run.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -197,44 +198,65 @@ class LayerCache:
 class DraftRings:
     """The drafter's state of one sequence: what its stages see of the positions that the model has processed.
 
-    `rows` bfloat16 [stages, n, D] are finished; the positions behind them wait as taps, bfloat16 [m, C], until a
-    proposal needs them, so that serial steps cost nothing. Both end at `offset`; the oldest are dropped when
+    `rows` bfloat16 [stages, n, D] are finished; the positions behind them wait as the taps of each step until a
+    proposal needs them, so that serial steps cost no more than these. Both end at `offset`; the oldest are dropped when
     there are more than the window and `REWIND`.
     """
 
     def __init__(self, window: int):
         self.rows: mx.array | None = None
-        self.taps: mx.array | None = None
+        self._waiting: list[Sequence[mx.array]] = []  # of each step its taps [m, C], oldest first
         self.offset = 0
         self.keep = window + REWIND
 
-    def append(self, taps: mx.array, end: int) -> None:
+    def append(self, taps: Sequence[mx.array], end: int) -> None:
         """Adds the taps [m, C] of the last m positions before `end`; after a gap what was held is forgotten."""
-        if end - len(taps) != self.offset:
-            self.rows = self.taps = None
-        self.taps = (taps if self.taps is None else mx.concatenate([self.taps, taps]))[-self.keep :]
-        if len(self.taps) == self.keep:
+        if end - len(taps[0]) != self.offset:
+            self.rows, self._waiting = None, []
+        self._waiting = [*self._waiting, taps]
+        while self.waiting - len(self._waiting[0][0]) >= self.keep:
+            self._waiting = self._waiting[1:]
+        if self.waiting >= self.keep:
             self.rows = None
         self.offset = end
+
+    @property
+    def waiting(self) -> int:
+        """Positions whose taps are held."""
+        return sum(len(taps[0]) for taps in self._waiting)
+
+    @property
+    def taps(self) -> mx.array | None:
+        """The waiting taps side by side, [m, taps * C], of at most the window and `REWIND` positions."""
+        if not self._waiting:
+            return None
+        every = [parts[0] if len(parts) == 1 else mx.concatenate(parts) for parts in zip(*self._waiting, strict=True)]
+        return mx.concatenate(every, axis=-1)[-self.keep :]
 
     def finish(self, rows: mx.array) -> None:
         """Replaces the waiting taps by their rows [stages, m, D]."""
         rows = rows if self.rows is None else mx.concatenate([self.rows, rows], axis=1)
-        self.rows, self.taps = rows[:, -self.keep :], None
+        self.rows, self._waiting = rows[:, -self.keep :], []
 
     def trim(self, offset: int) -> None:
         """Forgets the positions from `offset` on."""
         count = max(0, self.offset - offset)
-        waiting = 0 if self.taps is None else len(self.taps)
         self.offset -= count
-        if self.taps is not None:
-            self.taps = self.taps[: waiting - count] if count < waiting else None
-        if self.rows is not None and count > waiting:
-            self.rows = self.rows[:, : self.rows.shape[1] - (count - waiting)]
+        waiting = list(self._waiting)
+        while count and waiting:
+            taps = waiting.pop()
+            left = len(taps[0]) - count
+            count = max(0, -left)
+            if left > 0:
+                waiting.append([tap[:left] for tap in taps])
+        self._waiting = waiting
+        if self.rows is not None and count:
+            self.rows = self.rows[:, : self.rows.shape[1] - count]
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.rows, self.taps) if array is not None)
+        held = [tap for taps in self._waiting for tap in taps] + ([] if self.rows is None else [self.rows])
+        return sum(array.nbytes for array in held)
 
 
 class Cache:

@@ -168,8 +168,8 @@ class Drafter(nn.Module):
         if cache.rings is None:
             cache.rings = DraftRings(self.config.sliding_window)
         kept = [tap[0, -cache.rings.keep :] for tap in taps]
-        cache.rings.append(mx.concatenate(kept, axis=-1), cache.offset)
-        mx.async_eval(cache.rings.taps)
+        cache.rings.append(kept, cache.offset)
+        mx.async_eval(kept)
 
     def propose(
         self, model: Model, cache: Cache, anchor: int, sample: Callable[[mx.array], mx.array] | None = None
@@ -190,8 +190,8 @@ class Drafter(nn.Module):
     def ring(self, cache: Cache) -> mx.array:
         """Ring rows bfloat16 [stages, n, D] of the last n <= window positions, oldest first."""
         rings = cache.rings
-        if rings is not None and rings.taps is not None:
-            rings.finish(self.ring_rows(rings.taps, rings.offset - len(rings.taps)))
+        if rings is not None and (taps := rings.taps) is not None:
+            rings.finish(self.ring_rows(taps, rings.offset - len(taps)))
         if rings is None or rings.rows is None:
             return mx.zeros((len(self.mtp), 0, self.config.head_dim), dtype=mx.bfloat16)
         return rings.rows[:, -self.config.sliding_window :]

@@ -29,7 +29,7 @@ def test_rejected_positions_leave_nothing(seed):
             new = [100 * number + i for i in range(rng.choice((1, 1, 6, 20)))]
             text += new
             taps = mx.array(new[-rings.keep :])[:, None].astype(mx.float32)
-            rings.append(taps, len(text))
+            rings.append([taps], len(text))
             spare = min(REWIND, spare + len(new))
         elif what == "reject" and spare:
             count = rng.randrange(1, spare + 1)
@@ -49,9 +49,9 @@ def test_rejected_positions_leave_nothing(seed):
 def test_a_gap_forgets_what_was_before():
     """Positions that a pass without the drafter processed are unknown to it: it starts again behind them."""
     rings = DraftRings(WINDOW)
-    rings.append(mx.ones((5, 1)), 5)
+    rings.append([mx.ones((5, 1))], 5)
     finish(rings)
-    rings.append(mx.zeros((2, 1)), 9)
+    rings.append([mx.zeros((2, 1))], 9)
     finish(rings)
     assert rings.rows.shape == (2, 2, 1) and rings.offset == 9
 
@@ -59,10 +59,10 @@ def test_a_gap_forgets_what_was_before():
 def test_a_copy_is_independent(nano_k):
     cache = Cache(nano_k.config)
     cache.offset, cache.rewindable, cache.rings = 5, 5, DraftRings(WINDOW)
-    cache.rings.append(mx.ones((5, 2), dtype=mx.bfloat16), 5)
+    cache.rings.append([mx.ones((5, 2), dtype=mx.bfloat16)], 5)
     twin = cache.copy()
     assert twin.nbytes == cache.nbytes >= 20
     twin.trim(2)
-    twin.rings.append(mx.zeros((1, 2), dtype=mx.bfloat16), 4)
+    twin.rings.append([mx.zeros((1, 2), dtype=mx.bfloat16)], 4)
     assert (cache.rings.offset, len(cache.rings.taps)) == (5, 5) and mx.all(cache.rings.taps == 1).item()
     assert (twin.rings.offset, len(twin.rings.taps)) == (4, 4)
