@@ -167,7 +167,9 @@ class Drafter(nn.Module):
         """Hands over the taps [1, L, C] of the last L positions that `cache` holds."""
         if cache.rings is None:
             cache.rings = DraftRings(self.config.sliding_window)
-        kept = [tap[0, -cache.rings.keep :] for tap in taps]
+        most = cache.rings.keep
+        # Of a prompt a copy: a slice would hold all of the array.
+        kept = [tap[0] if tap.shape[1] <= most else tap[0, -most:] * 1 for tap in taps]
         cache.rings.append(kept, cache.offset)
         mx.async_eval(kept)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from mlx_ds4.cache import REWIND, Cache, DraftRings
+from mlx_ds4.model.dspark import Drafter
 
 WINDOW = 6
 
@@ -54,6 +56,19 @@ def test_a_gap_forgets_what_was_before():
     rings.append([mx.zeros((2, 1))], 9)
     finish(rings)
     assert rings.rows.shape == (2, 2, 1) and rings.offset == 9
+
+
+def test_a_prompt_keeps_no_more_than_its_end():
+    """What waits of a long pass is a copy: slices would hold the taps of the whole prompt."""
+    drafter = SimpleNamespace(config=SimpleNamespace(sliding_window=WINDOW))
+    cache = SimpleNamespace(rings=None, offset=5000)
+    before = mx.get_active_memory()
+    taps = [mx.ones((1, 5000, 64), dtype=mx.bfloat16) * (1 + i) for i in range(3)]
+    mx.eval(taps)
+    Drafter.observe(drafter, cache, taps)
+    del taps
+    assert cache.rings.taps[-1, ::64].tolist() == [1, 2, 3]
+    assert mx.get_active_memory() - before < 100_000  # of 1.9 MB
 
 
 def test_a_copy_is_independent(nano_k):
