@@ -113,6 +113,23 @@ def included(header: str) -> str:
     return f'#include "{path}"\n'
 
 
+# Shared memory that a block may have by compute capability, KB (CUDA C++ programming guide, technical specifications).
+_BLOCK_KB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (12, 0): 99, (12, 1): 99}
+# Bodies that ask for more have up to 3 KB of their own beside it, and 7 where they leave that much of 227.
+_OWN_BYTES = 3072
+
+
+@functools.cache
+def block_bytes() -> int:
+    """Shared memory that a block may have on this CUDA device; where there is none, so that paths are only traced, that
+    of an H200. Unknown devices are taken for the least that all have."""
+    if not mx.cuda.is_available():
+        return 227 << 10
+    info = mx.device_info(mx.gpu)
+    found = info.get("compute_capability_major", 0), info.get("compute_capability_minor", 0)
+    return (227 if found[0] in (10, 11) else _BLOCK_KB.get(found, 48)) << 10
+
+
 # MLX writes the line that begins a kernel, and has no other way to bound its registers.
 _BOUNDS = """
 #undef __global__
@@ -166,6 +183,11 @@ class Kernel:
         if self.cuda_source is not None:
             return (self.cuda_header or "") + bounds, self.cuda_source
         return _portable.translate_header(self.header) + bounds, _portable.translate_body(self.source)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a block may have this kernel's `shared_memory` on the CUDA device; the op asks before it launches."""
+        return self.shared_memory + _OWN_BYTES <= block_bytes()
 
     @functools.cached_property
     def _metal(self) -> Callable[..., list[mx.array]]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ._expert_few_cuda import DOWN_FEW_SOURCE, GATE_UP_FEW_SOURCE, SUM_SOURCE
+from ._expert_down_cuda import DOWN_FEW_SOURCE, SUM_SOURCE
+from ._expert_few_cuda import GATE_UP_FEW_SOURCE
 from ._kernel import Kernel, float_bits
 from ._octet import FORMAT_IDS, ceil_div, iq2_words
 from ._tiles_cuda import PTX
@@ -152,6 +153,11 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
         output_shapes=[(*leading, N)],
         output_dtypes=[out_dtype],
     )[0]
+
+
+def takes_gate_up(format: str) -> bool:
+    """Whether a block has room on this device for `gate_up_few` of this format."""
+    return _gate_up_few[format == "IQ2_XXS"].has_room
 
 
 def gate_up_few(x, format, gate, up, chosen, weights, limit: float) -> mx.array:

@@ -67,7 +67,8 @@ def takes_many(x: mx.array, format: str, planes: dict[str, mx.array], groups: in
     *leading, width = x.shape
     M, N = prod(leading), planes["codes"].shape[0]
     whole = groups == 1 or N // groups % _TILE == 0
-    return format in _FORMATS and min(M, N) >= _TILE and whole and takes(x, format, width // groups)
+    fits = _tile.has_room and whole and takes(x, format, width // groups)
+    return format in _FORMATS and min(M, N) >= _TILE and fits
 
 
 def product(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int, out_dtype: mx.Dtype) -> mx.array:

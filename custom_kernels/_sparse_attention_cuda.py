@@ -13,13 +13,9 @@ of 1 us each: 12 us.
 
 from __future__ import annotations
 
-import functools
-
-import mlx.core as mx
-
 MOST_FEW = 8  # query rows
 STAGES = 3
-# Of the ring and the queries at the widest row; a multiprocessor has 227 KB for a block on the cards of `has_room`.
+# Of the ring and the queries at the widest row: data-center cards from Hopper on have this room.
 FEW_BYTES = (STAGES * 64 + 16) * 512 * 2
 
 _INDICES = """
@@ -309,9 +305,3 @@ FEW_SOURCE = (
 """
     + _END
 )
-
-
-@functools.cache
-def has_room() -> bool:
-    """Whether a block may have `FEW_BYTES` of shared memory here: the data-center cards from Hopper on."""
-    return mx.device_info(mx.gpu).get("compute_capability_major") in (9, 10)

@@ -138,9 +138,10 @@ def expert_swiglu(
     E = gate[1]["codes"].shape[0]
     if backend() == "cuda" and gate[0] == up[0] and _quant_cuda.takes(x, gate[0], x.shape[-1]):
         inputs = (x, gate[0], gate[1], up[1], chosen, weights, limit)
-        if few_pairs(N, K):
+        if not few_pairs(N, K):
+            return _expert_tile_cuda.gate_up(*inputs, *(plan or _plan(chosen, E))[:2])
+        if _quant_cuda.takes_gate_up(gate[0]):
             return _quant_cuda.gate_up_few(*inputs)
-        return _expert_tile_cuda.gate_up(*inputs, *(plan or _plan(chosen, E))[:2])
     words, wide = x_input(x)
     formats = [("FG", FORMAT_IDS[gate[0]]), ("FU", FORMAT_IDS[up[0]]), ("WIDE", wide)]
     planes = [*plane_inputs(*gate), *plane_inputs(*up)]

@@ -115,7 +115,7 @@ def sparse_attention(
         ("SCALE_BITS", float_bits(scale)),
     ]
     heads = _heads_of_group(B * L, H)
-    few = backend() == "cuda" and B * L <= _sparse_attention_cuda.MOST_FEW and _sparse_attention_cuda.has_room()
+    few = backend() == "cuda" and B * L <= _sparse_attention_cuda.MOST_FEW and _few_kernel.has_room
     return (_few_kernel if few else _sparse_attention_kernel)(
         inputs=arrays,
         template=[("HG", heads), *template],

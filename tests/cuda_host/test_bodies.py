@@ -11,6 +11,7 @@ import pytest
 from mlx_ds4.custom_kernels import (
     _expand_cuda,
     _expert_tile_cuda,
+    _kernel,
     _quant_cuda,
     _quant_group_cuda,
     expert_matmul,
@@ -20,7 +21,7 @@ from mlx_ds4.custom_kernels import (
     sparse_attention,
 )
 from mlx_ds4.custom_kernels._case import compare, outputs
-from mlx_ds4.custom_kernels._kernel import Kernel, watch_launches
+from mlx_ds4.custom_kernels._kernel import Kernel, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._random_planes import random_planes
 from mlx_ds4.custom_kernels._rows import SplitRows, part
 from mlx_ds4.custom_kernels._switches import trace, use_kernels
@@ -381,7 +382,6 @@ def few_rows(on_cpu, monkeypatch):
     """Attention takes the body of few rows, which only CUDA has."""
     monkeypatch.setattr(sparse_attention, "enabled", lambda family: True)
     monkeypatch.setattr(sparse_attention, "backend", lambda: "cuda")
-    monkeypatch.setattr(sparse_attention._sparse_attention_cuda, "has_room", lambda: True)
 
 
 FEW = [c for c in sparse_attention.cases() if not c.large and c.inputs(np.random.default_rng(0))[0].shape[1] <= 3]
@@ -392,6 +392,26 @@ def test_attention_of_few_rows(case, few_rows):
     arrays = case.inputs(np.random.default_rng(0))
     (want,) = outputs(case.reference(*arrays))
     assert compare(run(lambda: case.fn(*arrays)), want, case.tolerance)[0] is None
+
+
+def test_small_blocks_leave_the_large_bodies_alone(monkeypatch):
+    """Cards of 99 KB a block (workstations, DGX Spark) multiply by bodies that fit; 163 KB suffice for all but one."""
+    planes = random_planes(np.random.default_rng(0), "IQ2_XXS", 2, 256, 256)
+    x, chosen = rows_of(2, 256), mx.zeros((2, 1), dtype=mx.int32)
+    names = {}
+    monkeypatch.setattr(expert_matmul, "backend", lambda: "cuda")
+    monkeypatch.setattr(expert_matmul, "enabled", lambda family: True)
+    monkeypatch.setattr(Kernel, "_launch", lambda self, inputs, call: [mx.zeros(call["output_shapes"][0])])
+    for kilobytes in (99, 163, 227):
+        monkeypatch.setattr(_kernel, "block_bytes", lambda kilobytes=kilobytes: kilobytes << 10)
+        with watch_launches(lambda launch, kilobytes=kilobytes: names.setdefault(kilobytes, launch.kernel.name)):
+            gate = ("IQ2_XXS", planes)
+            expert_matmul.expert_swiglu(x, gate, gate, chosen, mx.ones((2, 1)), limit=10.0)
+    assert names == {99: "expert_gate_up", 163: "expert_swiglu_few_wide_mma", 227: "expert_swiglu_few_wide_mma"}
+    fits = {k.name for k in all_kernels() if k.shared_memory and k.has_room}
+    assert {"quant_matmul_tile", "sparse_attention_few", *names.values()} - {"expert_gate_up"} <= fits
+    monkeypatch.setattr(_kernel, "block_bytes", lambda: 163 << 10)
+    assert not sparse_attention._few_kernel.has_room
 
 
 @pytest.mark.parametrize("width", [70, 512])
@@ -419,7 +439,7 @@ def test_attention_of_few_rows_has_the_bits_of_many(few_rows, monkeypatch, width
     got = attend(slice(0, 3))
     assert mx.all(got[:, 1] == 0) and not mx.any(got[:, 0] == 0)
     assert mx.array_equal(attend(slice(2, 3)), got[:, 2:])
-    monkeypatch.setattr(sparse_attention._sparse_attention_cuda, "has_room", lambda: False)
+    monkeypatch.setattr(_kernel, "block_bytes", lambda: 99 << 10)  # as on a workstation's card
     assert mx.array_equal(attend(slice(0, 3)), got)
 
 

@@ -281,6 +281,21 @@ def test_the_gpu_back_ends_get_the_text_and_the_call(monkeypatch, where):
         assert made[-1][0]["name"].startswith("test_shaped_")
 
 
+@pytest.mark.parametrize(
+    ("capability", "kilobytes"),
+    [((9, 0), 227), ((10, 0), 227), ((8, 9), 99), ((12, 1), 99), ((8, 0), 163), ((6, 1), 48)],
+)
+def test_a_block_has_room_for_what_a_kernel_asks(monkeypatch, capability, kilobytes):
+    info = dict(zip(("compute_capability_major", "compute_capability_minor"), capability, strict=True))
+    monkeypatch.setattr(mx, "device_info", lambda device: info)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    _kernel.block_bytes.cache_clear()
+    assert _kernel.block_bytes() == kilobytes << 10
+    for size, fits in ((0, True), ((kilobytes - 3) << 10, True), (((kilobytes - 3) << 10) + 1, False)):
+        assert add_one(name=f"test_room_{size}", shared_memory=size).has_room == fits
+    _kernel.block_bytes.cache_clear()
+
+
 def test_an_array_that_is_given_twice_is_passed_once_on_cuda(monkeypatch):
     made = []
 

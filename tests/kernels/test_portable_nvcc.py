@@ -18,7 +18,6 @@ from mlx_ds4.custom_kernels import (
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
-    _sparse_attention_cuda,
     _tiles_cuda,
     hyper_connection,
     sparse_attention,
@@ -263,7 +262,6 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(Kernel, "_launch", node)  # nothing of it is ever run
     monkeypatch.setattr(sparse_attention, "enabled", lambda family: True)
     monkeypatch.setattr(sparse_attention, "backend", lambda: "cuda")
-    monkeypatch.setattr(_sparse_attention_cuda, "has_room", lambda: True)
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
         attention_of_few_rows()
