@@ -85,7 +85,7 @@ def test_a_step_kernel_by_kernel(capsys):
     with use_kernels("emulate", checked=False):
         found = lines(profile_step, capsys, "--toy", "--rows", "1")
     *kernels, total = found
-    assert {line["kernel"] for line in kernels} > {"sparse_attention", "hyper_connection_site", "router"}
+    assert {line["kernel"] for line in kernels} > {"sparse_attention", "hyper_connection_site", "router_beside"}
     assert total["us_a_step"] == pytest.approx(sum(line["us_a_step"] for line in kernels), abs=1)
     assert [line["us_a_step"] for line in kernels] == sorted((line["us_a_step"] for line in kernels), reverse=True)
 
