@@ -54,6 +54,28 @@ _SOFTMAX = """
         if (lane == 0) fades[head] = fade;
       }
 """
+_FADE = """
+      const float low = fades[g], high = fades[g + 8];
+      #pragma unroll
+      for (int n = 0; n < PAIRS; n++) {
+        acc[n][0] *= low;
+        acc[n][1] *= low;
+        acc[n][2] *= high;
+        acc[n][3] *= high;
+      }
+"""
+# The values of 16 entries from FIRST on, whose rows' octets of channels n lie at ROWS for lanes 0 .. 15.
+_ADD_VALUES = """
+      const int p = FIRST + 2 * t;
+      const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
+      const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
+      #pragma unroll
+      for (int n = 0; n < PAIRS; n++) {
+        unsigned b0, b1;
+        transposed(b0, b1, ROWS);
+        mma(acc[n], a0, a1, a2, a3, b0, b1);
+      }
+"""
 _END = """
     if (lane < 2 && 2 * warp + lane < HG) {
       const int head = 2 * warp + lane;
@@ -156,27 +178,16 @@ SOURCE = (
         }
         __syncthreads();
         if (part == 0) {
-          const float low = fades[g], high = fades[g + 8];
-          #pragma unroll
-          for (int n = 0; n < PAIRS; n++) {
-            acc[n][0] *= low;
-            acc[n][1] *= low;
-            acc[n][2] *= high;
-            acc[n][3] *= high;
-          }
-        }
+"""
+    + _FADE
+    + """        }
         #pragma unroll
         for (int step = 0; step < 2; step++) {
-          const int p = 32 * part + 16 * step + 2 * t;
-          const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
-          const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
-          #pragma unroll
-          for (int n = 0; n < PAIRS; n++) {
-            unsigned b0, b1;
-            transposed(b0, b1, &values[(16 * step + (lane & 15)) * STRIDE + 8 * (PAIRS * warp + n)]);
-            mma(acc[n], a0, a1, a2, a3, b0, b1);
-          }
-        }
+"""
+    + _ADD_VALUES.replace("FIRST", "32 * part + 16 * step").replace(
+        "ROWS", "&values[(16 * step + (lane & 15)) * STRIDE + 8 * (PAIRS * warp + n)]"
+    )
+    + """        }
       }
     }
 """
@@ -188,12 +199,12 @@ FEW_SOURCE = (
     // A block of 8 warps owns HG heads of one query row. Warp w asks for rows 8 w .. 8 w + 7 of each 64 and makes their
     // scores, and owns heads 2 w and 2 w + 1 for the softmax and an eighth of the channels for the values.
     using namespace ds4_tiles;
-    constexpr int D = 64 * PAIRS, CHUNKS = D / 8, STAGES = 3;
+    constexpr int D = 64 * PAIRS, CHUNKS = D / 8, STAGES = STAGE_COUNT;
     bf16* const ring = (bf16*)dynamic_shared();    // [STAGES][64][D]
     bf16* const queries = ring + STAGES * 64 * D;  // [HG][D]
     // 16 bytes of a row lie where no two of those that are read together share a bank.
     const auto place = [](int row, int chunk) { return row * CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))); };
-"""
+""".replace("STAGE_COUNT", str(STAGES))
     + _SMALL
     + _INDICES
     + """
@@ -280,26 +291,15 @@ FEW_SOURCE = (
     + _SOFTMAX
     + """
       __syncthreads();
-      const float low = fades[g], high = fades[g + 8];
-      #pragma unroll
-      for (int n = 0; n < PAIRS; n++) {
-        acc[n][0] *= low;
-        acc[n][1] *= low;
-        acc[n][2] *= high;
-        acc[n][3] *= high;
-      }
-      #pragma unroll
+"""
+    + _FADE
+    + """      #pragma unroll
       for (int step = 0; step < 4; step++) {
-        const int p = 16 * step + 2 * t;
-        const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
-        const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
-        #pragma unroll
-        for (int n = 0; n < PAIRS; n++) {
-          unsigned b0, b1;
-          transposed(b0, b1, (const bf16*)(stage + place(16 * step + (lane & 15), PAIRS * warp + n)));
-          mma(acc[n], a0, a1, a2, a3, b0, b1);
-        }
-      }
+"""
+    + _ADD_VALUES.replace("FIRST", "16 * step").replace(
+        "ROWS", "(const bf16*)(stage + place(16 * step + (lane & 15), PAIRS * warp + n))"
+    )
+    + """      }
     }
 
 """
