@@ -77,6 +77,13 @@ _NORM_QUERY = """
     }"""
 
 
+_COEFFICIENTS = """
+    // Threadgroups behind all these have a row of hc_dots each.
+    uint copies = (words + uint(THREADS) - 1u) / uint(THREADS);
+    if (group >= 2u * rows + copies && t < 32u)
+        """ + COEFFICIENTS_CALL.replace("HC_ROW", "group - 2u * rows - copies")
+
+
 def ring_source(*, with_query: bool) -> str:
     """The text that writes entries into a ring; `with_query` adds the norm of the query's rows, and coefficients."""
     return (
@@ -86,7 +93,6 @@ def ring_source(*, with_query: bool) -> str:
     QUERY_OWNERS
     // as many as it takes to copy the ring's other rows, a word of 16 bytes a thread. All reads come before the
     // barrier, and none waits for `at`, which the host wrote.
-    MIX_OWNERS
     threadgroup float part[32];
     uint t = thread_index_in_threadgroup;
     uint group = threadgroup_position_in_grid.x;
@@ -112,8 +118,9 @@ def ring_source(*, with_query: bool) -> str:
     else {
         start = at[0];
         old = ((const device uint4*)into)[metal::min(word, words - 1u)];
-    }
-    MIX
+    }"""
+            + (_COEFFICIENTS if with_query else "")
+            + """
     square = simd_sum(square);
     if (t % 32u == 0) part[t / 32u] = square;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -143,16 +150,6 @@ def ring_source(*, with_query: bool) -> str:
         )
         .replace("FIRST_ROW", "uint first = uint((start % int(size) + int(size)) % int(size));")
         .replace("GROUPS_BEFORE", "2u * rows" if with_query else "rows")
-        .replace("MIX_OWNERS", "// Behind these one for each row of hc_dots." if with_query else "")
-        .replace(
-            "MIX",
-            """uint copies = (words + uint(THREADS) - 1u) / uint(THREADS);
-    if (group >= 2u * rows + copies && t < 32u)
-        """
-            + COEFFICIENTS_CALL.replace("HC_ROW", "group - 2u * rows - copies")
-            if with_query
-            else "",
-        )
         .replace(
             "QUERY_OWNERS",
             "// one for each row of low_rank, split as in rms_norm.py;" if with_query else "// then",

@@ -121,13 +121,6 @@ __device__ __forceinline__ void read16_if(bool condition, uint4& v, const void* 
       : "l"(p), "r"((u32)condition));
 }
 
-// Of eight bytes, those that the nibbles of `select` name, each below 8: __byte_perm masks them first.
-__device__ __forceinline__ u32 permuted(const u32 (&bytes)[2], u32 select) {
-  u32 r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(bytes[0]), "r"(bytes[1]), "r"(select));
-  return r;
-}
-
 // The upper 32 bits of a product, and a sum.
 __device__ __forceinline__ u32 upper_product(u32 a, u32 b, u32 c) {
   u32 r;

@@ -174,7 +174,7 @@ inline void hyper_coefficients(
 }
 """
 
-# What a simdgroup of a kernel with the inputs and outputs of `SiteSums.rider` says, with its row of dots.
+# What a simdgroup of a kernel with the inputs and outputs of `SiteSums.behind` says, with its row of dots.
 COEFFICIENTS_CALL = """hyper_coefficients<HC_M, HC_PARTS, HC_ITERS, HC_WIDTH>(
             hc_dots, hc_base, hc_scale, HC_ROW, thread_index_in_simdgroup, as_type<float>(HC_SMALL_BITS),
             as_type<float>(HC_EPS_BITS), hc_pre, hc_mix);"""

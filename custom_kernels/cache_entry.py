@@ -29,7 +29,7 @@ from ._kernel import Kernel, float_bits
 from ._rows import ring_ref
 from ._switches import enabled
 from .fake_quant import FAKE_QUANT_HEADER, KINDS, fake_quant_fp4_e4m3_ref, fake_quant_fp4_ref, fake_quant_fp8_ref
-from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums, coefficients, coefficients_ref
+from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SUMS, SiteSums, coefficients, coefficients_ref, random_sums
 from .rms_norm import rms_norm, rms_norm_ref, simdgroups_for
 from .rope import rope_ref, rope_table
 
@@ -186,7 +186,7 @@ def _write(
             "output_dtypes": [low_rank.dtype],
         }
         groups += B * L + sums.rows
-        call = {name: values + query[name] + sums.rider()[name] for name, values in call.items()}
+        call = sums.behind({name: values + query[name] for name, values in call.items()})
     kernel = _norm_ring_kernel if beside else _ring_kernel
     return kernel(**call, grid=(groups * threads, 1, 1), threadgroup=(threads, 1, 1))
 
@@ -284,12 +284,11 @@ def cases() -> list[Case]:
         def arrays(rng: np.random.Generator) -> list[mx.array]:
             query = [normal(rng, *shape[:2], C), mx.array(1 + rng.standard_normal(C)).astype(mx.bfloat16)]
             into = normal(rng, shape[0], R, shape[2])
-            dots = mx.array(rng.standard_normal((*shape[:2], 32, 25), dtype=np.float32))
-            sums = [mx.abs(dots), *(mx.array(rng.standard_normal(n, dtype=np.float32)) for n in (24, 3))]
+            sums = random_sums(rng, *shape[:2])
             return [*query, *inputs(rng, shape, pairs), into, mx.array([at], dtype=mx.int32), *sums]
 
         def run(op, low_rank, q_weight, kv, weight, cos, sin, into, at, *sums):
-            sums = SiteSums(*sums, width=32, iters=3, eps=1e-6, norm_eps=1e-20)
+            sums = SiteSums(*sums, **SUMS)
             return op(low_rank, q_weight, kv, cos, sin, "fp8", weight, 1e-20, sums, into=into, at=at)
 
         return Case(

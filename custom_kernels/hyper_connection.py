@@ -184,12 +184,12 @@ class SiteSums(NamedTuple):
     def takes_kernel(self) -> bool:
         return _streams_of(self.base) in STREAMS and _use_kernel(self.dots)
 
-    def rider(self) -> dict[str, list[Any]]:
-        """What a launch gets that makes the coefficients too, behind its own: `RIDER_INPUTS`, the template of
-        `COEFFICIENTS_CALL`, `RIDER_OUTPUTS`."""
+    def behind(self, call: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """What a launch gets that makes the coefficients too: behind its own `call`, `RIDER_INPUTS`, the template of
+        `COEFFICIENTS_CALL` and `RIDER_OUTPUTS`."""
         dots, M = self.dots, _streams_of(self.base)
         leading = dots.shape[:-2]
-        return {
+        own = {
             "inputs": [dots if dots.ndim == 4 else dots.reshape(1, -1, *dots.shape[-2:]), self.base, self.scale],
             "template": [
                 *[("HC_M", M), ("HC_PARTS", dots.shape[-2]), ("HC_ITERS", self.iters), ("HC_WIDTH", self.width)],
@@ -198,6 +198,7 @@ class SiteSums(NamedTuple):
             "output_shapes": [(*leading, M), (*leading, M + M * M)],
             "output_dtypes": [mx.float32] * 2,
         }
+        return {name: call.get(name, []) + values for name, values in own.items()}
 
 
 def coefficients(sums: SiteSums) -> tuple[mx.array, mx.array]:
@@ -207,7 +208,7 @@ def coefficients(sums: SiteSums) -> tuple[mx.array, mx.array]:
         return coefficients_ref(sums)
     rows = min(sums.rows, 8)  # of a threadgroup
     pre, mix = _coefficients_kernel(
-        **sums.rider(), grid=(-(-sums.rows // rows) * 32 * rows, 1, 1), threadgroup=(32 * rows, 1, 1)
+        **sums.behind({}), grid=(-(-sums.rows // rows) * 32 * rows, 1, 1), threadgroup=(32 * rows, 1, 1)
     )
     return pre, mix
 
@@ -297,6 +298,17 @@ def spread_ref(y: mx.array, h: mx.array, post: mx.array, comb: mx.array) -> mx.a
 
 def collapse_norm_ref(h: mx.array, pre: mx.array, weight: mx.array, eps: float) -> mx.array:
     return rms_norm_ref(collapse_ref(h, pre), weight, eps)
+
+
+def random_sums(rng: np.random.Generator, *leading: int, streams: int = 4) -> list[mx.array]:
+    """Arrays of `SiteSums` for cases of kernels that the coefficients ride with; `SUMS` are its numbers."""
+    outputs = streams * (streams + 2)
+    shapes = ((*leading, _PARTS, outputs + 1), outputs, 3)
+    dots, *more = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in shapes)
+    return [mx.abs(dots), *more]
+
+
+SUMS = {"width": 32, "iters": 3, "eps": 1e-6, "norm_eps": 1e-20}
 
 
 def cases() -> list[Case]:

@@ -25,7 +25,7 @@ from ._case import Case
 from ._hyper_sources import COEFFICIENTS_CALL, COEFFICIENTS_HEADER
 from ._kernel import Kernel, float_bits
 from ._switches import enabled
-from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums, coefficients, coefficients_ref
+from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SUMS, SiteSums, coefficients, coefficients_ref, random_sums
 from .topk import top_k_ref
 
 _MOST_EXPERTS = 1024  # 32 registers a lane of the simdgroup that chooses
@@ -163,8 +163,8 @@ def route_beside(
     ):
         return *route(logits, bias, k=k, factor=factor), *coefficients(sums)
     call, threads, rows = _call(logits, bias, k, factor)
-    call = {name: values + sums.rider()[name] for name, values in call.items()}
-    return tuple(_beside_kernel(**call, grid=(2 * threads * rows, 1, 1), threadgroup=(threads, 1, 1)))
+    grid = (2 * threads * rows, 1, 1)
+    return tuple(_beside_kernel(**sums.behind(call), grid=grid, threadgroup=(threads, 1, 1)))
 
 
 def _takes_kernel(logits: mx.array, k: int) -> bool:
@@ -226,16 +226,12 @@ def cases() -> list[Case]:
         )
 
     def beside(rows: int, experts: int, streams: int, large: bool = False) -> Case:
-        O = streams * (streams + 2)
-
         def arrays(rng: np.random.Generator) -> list[mx.array]:
-            dots = mx.abs(mx.array(rng.standard_normal((rows, 32, O + 1), dtype=np.float32)))
-            more = [mx.array(rng.standard_normal(n, dtype=np.float32)) for n in (O, 3)]
-            return [*inputs(rng, rows, experts, "normal"), dots, *more]
+            sums = random_sums(rng, rows, streams=streams)
+            return [*inputs(rng, rows, experts, "normal"), *sums]
 
         def run(op, logits: mx.array, bias: mx.array, *sums: mx.array):
-            sums = SiteSums(*sums, width=32, iters=3, eps=1e-6, norm_eps=1e-20)
-            return op(logits, bias, sums, k=6, factor=1.5)
+            return op(logits, bias, SiteSums(*sums, **SUMS), k=6, factor=1.5)
 
         return Case(
             f"router/beside_{rows}x{experts}_{streams}",
@@ -243,7 +239,7 @@ def cases() -> list[Case]:
             functools.partial(run, route_beside_ref),
             arrays,
             tolerance=1e-5,
-            bytes=rows * (4 * experts + 48 + 4 * 32 * (O + 1)) + 4 * experts,
+            bytes=rows * (4 * experts + 48 + 128 * (streams + 1) ** 2) + 4 * experts,
             large=large,
         )
 

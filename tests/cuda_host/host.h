@@ -261,7 +261,6 @@ static void ask_for(const void*) {}
 static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }
-static u32 permuted(const u32 (&bytes)[2], u32 select) { return __byte_perm(bytes[0], bytes[1], select); }
 static u32 upper_product(u32 a, u32 b, u32 c) { return u32(uint64_t(a) * b >> 32) + c; }
 template <class T>
 static T opaque(T x) { return x; }

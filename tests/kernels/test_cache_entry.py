@@ -11,7 +11,7 @@ from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator, emulator_missing
 from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
-from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients
+from mlx_ds4.custom_kernels.hyper_connection import SUMS, SiteSums, coefficients, random_sums
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope_table
 
@@ -57,10 +57,7 @@ def test_a_ring_holds_the_entries_and_keeps_the_rest(R, L, at, kind, mode):
 
 
 def site_sums(*leading: int, streams: int = 4) -> SiteSums:
-    outputs = streams * (streams + 2)
-    dots = mx.abs(mx.random.normal((*leading, 32, outputs + 1), key=mx.random.key(5)))
-    base, scale = (mx.random.normal((n,), key=mx.random.key(n)) for n in (outputs, 3))
-    return SiteSums(dots, base, scale, width=32, iters=4, eps=1e-6, norm_eps=EPS)
+    return SiteSums(*random_sums(np.random.default_rng(5), *leading, streams=streams), **SUMS | {"iters": 4})
 
 
 @needs_emulator

@@ -9,7 +9,7 @@ import pytest
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import emulator_missing
 from mlx_ds4.custom_kernels._switches import disable, use_kernels
-from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients
+from mlx_ds4.custom_kernels.hyper_connection import SUMS, SiteSums, coefficients, random_sums
 from mlx_ds4.custom_kernels.router import route, route_beside, route_ref
 from tests.golden_tools import assert_close_to_largest, assert_equal, golden
 
@@ -31,10 +31,7 @@ def test_golden_rows(order):
 def test_coefficients_beside_have_the_bits_of_their_own_launch(shape, streams, order):
     """So have the choices; more than eight rows, or what no kernel takes, go apart."""
     logits, bias = mx.random.normal((*shape, 40), key=mx.random.key(0)), mx.random.normal((40,), key=mx.random.key(1))
-    outputs = streams * (streams + 2)
-    dots = mx.abs(mx.random.normal((*shape, 32, outputs + 1), key=mx.random.key(2)))
-    base, scale = (mx.random.normal((n,), key=mx.random.key(n)) for n in (outputs, 3))
-    sums = SiteSums(dots, base, scale, width=32, iters=4, eps=1e-6, norm_eps=1e-20)
+    sums = SiteSums(*random_sums(np.random.default_rng(2), *shape, streams=streams), **SUMS | {"iters": 4})
     options = {"k": 6, "factor": 1.5}
     with use_kernels("emulate", order=order), count_launches() as launches:
         got = route_beside(logits, bias, sums, **options)
@@ -44,7 +41,8 @@ def test_coefficients_beside_have_the_bits_of_their_own_launch(shape, streams, o
         with disable("hyper_connection"), count_launches() as launches:
             apart = route_beside(logits, bias, sums, **options)
         assert dict(launches) == {"router": 1} and mx.array_equal(apart[0], got[0])
-        many = [mx.concatenate([x] * 9, axis=0) for x in (logits.reshape(-1, 40), dots.reshape(-1, 32, outputs + 1))]
+        few = (logits.reshape(-1, 40), sums.dots.reshape(-1, *sums.dots.shape[-2:]))
+        many = [mx.concatenate([x] * 9, axis=0) for x in few]
         with count_launches() as launches:
             rows = route_beside(many[0], bias, sums._replace(dots=many[1]), **options)
         assert dict(launches) == {"router": 1, "hyper_connection_coefficients": 1}
