@@ -213,17 +213,14 @@ class DraftRings:
         """Adds the taps [m, C] of the last m positions before `end`; after a gap what was held is forgotten."""
         if end - len(taps[0]) != self.offset:
             self.rows, self._waiting = None, []
-        self._waiting = [*self._waiting, taps]
-        while self.waiting - len(self._waiting[0][0]) >= self.keep:
-            self._waiting = self._waiting[1:]
-        if self.waiting >= self.keep:
+        waiting, first = [*self._waiting, taps], 0
+        count = sum(len(some[0]) for some in waiting)
+        if count >= self.keep:
             self.rows = None
+        while (left := count - len(waiting[first][0])) >= self.keep:
+            count, first = left, first + 1
+        self._waiting = waiting[first:]
         self.offset = end
-
-    @property
-    def waiting(self) -> int:
-        """Positions whose taps are held."""
-        return sum(len(taps[0]) for taps in self._waiting)
 
     @property
     def taps(self) -> mx.array | None:

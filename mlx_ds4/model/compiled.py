@@ -55,7 +55,7 @@ class CompiledSteps:
                 mapped, records = model.fetch(model.checked_ids(tokens), cache)
             ends = part + 1 == len(parts)
             key = (part, shape, ends and last_only)
-            graph = self._graph(key, lambda part=part: self._part(part, shape, last_only))
+            graph = self._graph(key, lambda part=part: self._part(parts, part, shape, last_only))
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
             state, published, made, some = graph(state, arrays, inputs, own, published)
@@ -68,10 +68,9 @@ class CompiledSteps:
         cache.advance(shape.length, mapped)
         return state[0], taps
 
-    def _part(self, part: int, shape: StepShape, last_only: bool) -> Callable:
+    def _part(self, parts: list[tuple[int, int]], part: int, shape: StepShape, last_only: bool) -> Callable:
         """A run of layers; the first part begins with the embedding, the last one ends with the head."""
-        model, parts = self._model, _parts(self._model)
-        first, end = parts[part]
+        model, (first, end) = self._model, parts[part]
         twins = [LayerCache(model.config, layer) for layer in range(len(model.layers))]
 
         def run(
@@ -84,11 +83,11 @@ class CompiledSteps:
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
             caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
-            _read(published, step, caches)
+            _read(published, step, caches[:first])
             h, pre = model.start(*state) if part == 0 else state
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)
             out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
-            return out, _published(step, caches), [cache.outputs for cache in caches[first:end]], step.taps
+            return out, _published(step), [cache.outputs for cache in caches[first:end]], step.taps
 
         return run
 
@@ -118,22 +117,19 @@ def _parts(model: Model) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def _published(step: Step, caches: list[LayerCache]) -> dict[str, Any]:
+def _published(step: Step) -> dict[str, Any]:
     """What later layers read of a traced step: the lists, and the arrays of the cache whose rows they select."""
-    found: dict[str, Any] = {"selection": step.selection, "candidates": step.candidates}
-    if step.source is not None:
-        found[f"source{caches.index(step.source)}"] = step.source.inputs
+    source = None if step.source is None else step.source.inputs
+    found = {"selection": step.selection, "candidates": step.candidates, "source": source}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _read(published: dict[str, Any], step: Step, caches: list[LayerCache]) -> None:
-    """Puts what an earlier part has published into a traced step, and the source's rows into its cache."""
-    for name, value in published.items():
-        if name.startswith("source"):
-            layer = int(name.removeprefix("source"))
-            step.source = caches[layer] = caches[layer].twin(value)
-        else:
-            setattr(step, name, value)
+def _read(published: dict[str, Any], step: Step, before: list[LayerCache]) -> None:
+    """Puts what earlier parts have published into a traced step; the source is the last owner `before` this part."""
+    step.selection, step.candidates = published.get("selection"), published.get("candidates")
+    if "source" in published:
+        owner = max(layer for layer in range(len(before)) if step.config.owns_kv(layer))
+        step.source = before[owner].twin(published["source"])
 
 
 def _containers(value: Any) -> Iterator[Collection]:
