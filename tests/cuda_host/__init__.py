@@ -18,6 +18,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_ds4.custom_kernels._kernel import watch_launches
+from mlx_ds4.custom_kernels._switches import trace
 from mlx_ds4.custom_kernels._tiles_cuda import PTX
 
 COMPILER = shutil.which("clang++-19")
@@ -53,6 +55,27 @@ def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0) -> li
         mx.array(data).view(dtype).reshape(shape)
         for data, shape, dtype in zip(outputs, call["output_shapes"], call["output_dtypes"], strict=True)
     ]
+
+
+def run_all(fn) -> list[mx.array]:
+    """The results of the last launch that `fn` makes, from the CUDA bodies."""
+    launches = []
+    with watch_launches(launches.append):
+        fn()
+    return launches[-1].outputs
+
+
+def run(fn) -> mx.array:
+    return run_all(fn)[0]
+
+
+def run_op(fn) -> mx.array:
+    """The result of a public operation of one launch, which no device here would launch."""
+    launches = []
+    with watch_launches(launches.append):
+        trace(fn)
+    (item,) = launches
+    return launch(item.kernel, item.inputs, item.call)[0]
 
 
 def _placed(data: np.ndarray, at: int) -> np.ndarray:
