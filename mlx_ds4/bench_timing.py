@@ -100,7 +100,7 @@ def host_seconds(model, cache, *, steps: int = 8) -> float:
         mx.eval(token)
         mx.synchronize()
         start = time.thread_time()
-        logits = model(token[None], cache=cache, last_only=True)
+        logits = model(token[None], cache=cache, last_only=True, sampled=True)
         token = mx.argmax(logits[:, -1], axis=-1)
         mx.async_eval(token, [layer.state for layer in cache])
         times.append(time.thread_time() - start)

@@ -75,10 +75,11 @@ def generate_step(
     if prefill_step_size is None:
         prefill_step_size = chunk_size(model.config, prompt.size, cache.offset + prompt.size, free_memory())
     progress = prompt_progress_callback or (lambda done, total: None)
+    sampled = sampler is None or hasattr(sampler, "lazy")  # nobody vouches for what another sampler returns
     sample = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
     sample = getattr(sample, "lazy", sample)  # the check that a Sampler would wait for is made here, a step later
     prompt = prompt.astype(mx.int32)
-    return _steps(prompt, model, cache, limit, sample, logits_processors or [], prefill_step_size, progress)
+    return _steps(prompt, model, cache, limit, sample, sampled, logits_processors or [], prefill_step_size, progress)
 
 
 def cache_of_mode(model, prompt_cache, prefill_mode: str):
@@ -119,7 +120,7 @@ def token_limit(model, cache, prompt_size: int, max_tokens: int) -> int:
     return room + 1 if max_tokens == -1 else min(max_tokens, room + 1)
 
 
-def _steps(prompt, model, cache, limit, sample, processors, step_size, progress):
+def _steps(prompt, model, cache, limit, sample, sampled, processors, step_size, progress):
     total, start = prompt.size, cache.offset
     tail = total - model.config.replay_rows if cache.prefill_mode == "replay" else 0
     history = prompt
@@ -159,7 +160,7 @@ def _steps(prompt, model, cache, limit, sample, processors, step_size, progress)
                 if processors:
                     history = mx.concatenate([history, token.astype(history.dtype)])
                 with whole_call():
-                    next_logits = model(token[None], cache=cache, last_only=True)
+                    next_logits = model(token[None], cache=cache, last_only=True, sampled=sampled)
                     fed_ahead = 1
                 following = choose(next_logits)
             if bad.item():

@@ -166,9 +166,9 @@ class _Run:
         self.model, self.drafter, self.cache = model, drafter, cache
         self.sampler, self.processors = sampler, processors
 
-    def __call__(self, tokens: mx.array, cache, last_only: bool = False, **rows: int) -> mx.array:
+    def __call__(self, tokens: mx.array, cache, last_only: bool = False, **options: int | bool) -> mx.array:
         """The model as `generate_step` drives it, with the taps of every pass that has some handed on."""
-        logits, taps = self.model.forward(tokens, cache, last_only=last_only, **rows)
+        logits, taps = self.model.forward(tokens, cache, last_only=last_only, **options)
         if logits.shape[1]:
             self._guarded(self.drafter.observe, cache, taps)
         return logits

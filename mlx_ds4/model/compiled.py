@@ -1,10 +1,11 @@
 """Steps of decoding and verification as compiled graphs: the same modules, traced once for each shape of step.
 
-A pass over up to 8 rows runs as a chain of graphs. The first embeds the tokens and runs the layers before the first
-Engram layer; it needs no number on the host, so the device works on it while the host still waits for the token that
-Engram must hash. The next has two layers, then come eight each: a graph is copied as a whole before any of it is
-evaluated, and the device would wait for that. Positions, bounds and slots are arrays, so a graph serves every step of
-its shape (`StepShape`) and cache capacity; the arrays it makes are the rings and the recent rows, never the old ones.
+A pass over up to 8 rows runs as a chain of graphs. The first of a model with Engram embeds the tokens and runs the
+layers before Engram; it needs no number on the host, so the device works on it while the host still waits for the token
+that Engram must hash. Without Engram nothing waits. The next graph has two layers, then come eight each: a graph is
+copied as a whole before any of it is evaluated, and the device would wait for that. Positions, bounds and slots are
+arrays, so a graph serves every step of its shape (`StepShape`) and cache capacity; the arrays it makes are the rings
+and the recent rows, never the old ones.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .step import Step, StepShape
 if TYPE_CHECKING:
     from .model import Model
 
-# Layers of the second part, with which the device begins, and of those behind it.
+# Layers of the part with which the device begins once the token's number is known, and of those behind it.
 FIRST, LAYERS = 2, 8
 
 
@@ -42,16 +43,21 @@ class CompiledSteps:
         self._views: list[Collection] = []
         self._seen: list[Any] = []
 
-    def __call__(self, tokens: mx.array, cache: Cache, last_only: bool) -> tuple[mx.array, list[mx.array]]:
+    def __call__(
+        self, tokens: mx.array, cache: Cache, last_only: bool, sampled: bool
+    ) -> tuple[mx.array, list[mx.array]]:
         """As `Model.forward`, for a step of at most 8 rows behind `cache.begin`."""
         model = self._model
         self._start_anew_if_changed()
+        hashed = bool(model.config.engram_layer_ids)
+        if not hashed and not sampled:
+            model.checked_ids(tokens)
         step = Step(model.config, cache.offset, tokens.shape[1])
         shape, arrays = step.shape, step.inputs()
         state, published, outputs, taps = [tokens], {}, [], []
         mapped, records = None, {}
         for part, (first, end) in enumerate(parts := _parts(model)):
-            if part == 1:
+            if part == 1 and hashed:
                 mapped, records = model.fetch(model.checked_ids(tokens), cache)
             ends = part + 1 == len(parts)
             key = (part, shape, ends and last_only)
@@ -108,12 +114,13 @@ class CompiledSteps:
 
 
 def _parts(model: Model) -> list[tuple[int, int]]:
-    """The layers of each graph, from and to. The first holds those that may run before the token's number is known:
-    those before Engram, if they publish nothing."""
+    """The layers of each graph, from and to. With Engram the first holds those that may run before the token's number
+    is known: those before Engram, if they publish nothing."""
     c, count = model.config, len(model.layers)
     split = min(c.engram_layer_ids, default=0)
     split = split if all(c.ratio(layer) == 0 for layer in range(split)) else 0
-    ends = [split, *range(split + FIRST, count, LAYERS), count]
+    ends = [split] if c.engram_layer_ids else []
+    ends += [*range(split + FIRST, count, LAYERS), count]
     return list(zip([0, *ends], ends, strict=False))
 
 

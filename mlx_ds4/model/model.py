@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -82,6 +83,7 @@ class Model(nn.Module):
         *,
         last_only: bool = False,
         decoder_rows: int | None = None,
+        sampled: bool = False,
     ) -> mx.array:
         """Logits float32 [B, L, vocab] of tokens [B, L] behind what the cache holds; the cache advances by L.
 
@@ -89,12 +91,15 @@ class Model(nn.Module):
         here. Any split of a sequence into calls gives the same logits. Raises ValueError for ids outside the
         vocabulary, an empty batch, or a sequence beyond `max_position_embeddings`.
 
+        `sampled` says that the ids were chosen from logits of this vocabulary and need no check. Then a compiled step
+        of a model without Engram does not wait for them, and the next step can be prepared while this one runs.
+
         `decoder_rows` r below L is the shortcut of prefill mode "replay", refused for caches of another: the decoder
         layers (`config.first_decoder_layer` and those behind it) run over the last r rows only, [B, r, vocab], and
         their windows begin there. All rows go through the layers before, and into the compressed rows of the
         first decoder layer. A step of all its rows continues the windows as they are.
         """
-        return self.forward(tokens, cache, last_only=last_only, decoder_rows=decoder_rows)[0]
+        return self.forward(tokens, cache, last_only=last_only, decoder_rows=decoder_rows, sampled=sampled)[0]
 
     def trace(self, tokens: mx.array, cache: Cache | None = None) -> dict[str, mx.array]:
         """Every noted intermediate array of one pass: `L3.attn.q`, `L3.h_out`, .., and `logits`."""
@@ -110,6 +115,7 @@ class Model(nn.Module):
         last_only: bool = False,
         decoder_rows: int | None = None,
         trace: dict[str, mx.array] | None = None,
+        sampled: bool = False,
     ) -> tuple[mx.array, list[mx.array]]:
         """Logits as `__call__`, and the drafter's taps: bfloat16 [B, L, C] on entry to each tapped layer.
 
@@ -122,7 +128,7 @@ class Model(nn.Module):
         cut = rows < length or cache.decoder_start > max(0, cache.offset - self.config.sliding_window + 1)
         cache.begin(*tokens.shape)
         if trace is None and length <= REWIND and not cut and self._compiles():
-            return self._steps(tokens, cache, last_only)
+            return self._steps(tokens, cache, last_only, sampled)
         ids = self.checked_ids(tokens)
         step = Step(self.config, cache.offset, length, trace)
         h, pre = self.start(tokens)
@@ -138,7 +144,7 @@ class Model(nn.Module):
         """The streams [B, L, M, C] that the first layer takes, and the coefficients [B, L, M] that collapse them."""
         h = self.embed(tokens)[:, :, None]
         h = mx.broadcast_to(h, (*h.shape[:2], self.config.hc_mult, h.shape[3]))
-        return h, mx.broadcast_to(mx.array([1.0] + [0.0] * (self.config.hc_mult - 1)), h.shape[:3])
+        return h, _first(*h.shape[:3])
 
     def run_layers(
         self,
@@ -221,6 +227,14 @@ class Model(nn.Module):
         for layer, (hashing, table) in self._engram.items():
             out[layer] = mx.array(table.rows(hashing.row_numbers(ids, mapped.shape[1])))
         return mapped, out
+
+
+@functools.lru_cache(maxsize=16)
+def _first(*shape: int) -> mx.array:
+    """Coefficients [B, L, M] that take the first stream, made once: a step would wait for a new array of the host."""
+    value = np.zeros(shape, dtype=np.float32)
+    value[..., 0] = 1
+    return mx.array(value)
 
 
 def _checked_rows(decoder_rows: int | None, length: int, cache: Cache) -> int:

@@ -72,7 +72,7 @@ class FakeModel:
     def make_cache(self, prefill_mode="exact"):
         return FakeCache(prefill_mode)
 
-    def __call__(self, tokens, cache=None, last_only=False):
+    def __call__(self, tokens, cache=None, last_only=False, sampled=False):
         cache = self.make_cache() if cache is None else cache
         start = cache.offset
         for number, layer in enumerate(cache):

@@ -15,6 +15,8 @@ from mlx_ds4.custom_kernels._switches import families
 from mlx_ds4.generation import generate_step
 from mlx_ds4.model import compiled
 from mlx_ds4.model.compiled import CompiledSteps
+from mlx_ds4.model.model import Model
+from mlx_ds4.random_model import cut_config, random_model
 from mlx_ds4.speculative import speculative_step
 from tests.golden_tools import manifest
 from tests.model.test_steps import assert_same_state, run
@@ -134,6 +136,26 @@ def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
         monkeypatch.setattr(model.norm, "eps", 1.0)
     after = np.array(model(mx.array([sequence[20:21]]), cache.copy()))
     assert len(shapes) > traced_once and not np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_only_engram_waits_for_a_sampled_token(hashed, monkeypatch):
+    """Other ids are checked in any case; with Engram the host needs the number."""
+    monkeypatch.setattr(compiled.mx, "compile", lambda fn: fn)
+    model = random_model(cut_config(size="tiny", engram=hashed), "q2")
+    model.compiled = True
+    checked = []
+    monkeypatch.setattr(model, "checked_ids", lambda ids: checked.append(ids.shape) or Model.checked_ids(model, ids))
+    prompt = mx.array([3, 1, 4])
+    tokens = {}
+    for name, sampler in (("greedy", None), ("own", lambda logprobs: mx.argmax(logprobs, axis=-1))):
+        del checked[:]
+        tokens[name] = [token for token, _ in generate_step(prompt, model, max_tokens=3, sampler=sampler)]
+        waited = hashed or sampler is not None
+        assert checked == [(1, 3)] + 2 * waited * [(1, 1)]
+    assert tokens["own"] == tokens["greedy"]
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        model(mx.array([[model.config.vocab_size]]))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.generation.fakes import EOS, FakeModel, ScriptedModel
 class TapModel(FakeModel):
     """The fake model with the method that speculative decoding calls."""
 
-    def forward(self, tokens, cache=None, *, last_only=False):
+    def forward(self, tokens, cache=None, *, last_only=False, sampled=False):
         return self(tokens, cache, last_only=last_only), []
 
 

@@ -26,7 +26,7 @@ class Bigram:
     def make_cache(self, prefill_mode="exact"):
         return _NoCache()
 
-    def forward(self, tokens, cache=None, *, last_only=False):
+    def forward(self, tokens, cache=None, *, last_only=False, sampled=False):
         cache.offset += tokens.shape[1]
         logits = self.table[tokens]
         return (logits[:, -1:] if last_only else logits), []
