@@ -81,6 +81,16 @@ def blank(*shape: int) -> mx.array:
     return mx.array(np.zeros(shape, dtype=np.int32))
 
 
+# A launch in which the last threadgroup to arrive does the rest counts arrivals in an array of zeros, and leaves zeros.
+# Launches that may run at the same time need arrays of their own, so this is no constant: a step has one.
+TICKETS = 256
+
+
+def tickets() -> mx.array:
+    """Zeros int32 [TICKETS] for launches of which each needs the result of the one before."""
+    return mx.array(np.zeros(TICKETS, dtype=np.int32))
+
+
 def float_bits(value: float) -> int:
     """A constant of the model for a template: the text says `as_type<float>(..)`. An input of up to 8 bytes would lie
     in the host's memory on CUDA, and each launch that reads it waits for the bus."""

@@ -46,6 +46,11 @@ def translate_header(header: str) -> str:
     return prelude() + "\n" + _translate(header, in_header=True)
 
 
+def translate_functions(header: str) -> str:
+    """The translation alone, for a CUDA text that gives Metal's names itself. Raises PortableError."""
+    return _translate(header, in_header=True)
+
+
 def translate_body(body: str) -> str:
     """The translation of a kernel's body. Raises PortableError."""
     return _translate(body, in_header=False)

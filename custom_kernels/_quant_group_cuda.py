@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -219,7 +220,7 @@ def _planes(planes: block_planes.Planes) -> list[mx.array]:
     return [planes["codes"], scales, planes.get("supers", scales)]
 
 
-_SHARED_SOURCE = """
+SHARED_SOURCE = """
     // Blocks of W warps: first the router's rows, which read r, then 16 rows of gate and of up for each S warps, which
     // read x [.., K], up to 8 rows M.
     using namespace ds4;
@@ -270,16 +271,17 @@ _SHARED_SOURCE = """
     }
 """
 
+SHARED_INPUTS = [
+    "r",
+    "x",
+    *[f"{matrix}_{plane}" for matrix in ("router", "gate", "up") for plane in ("codes", "scales", "supers")],
+]
 _shared = Kernel(
     "shared_expert_mma",
-    [
-        "r",
-        "x",
-        *[f"{matrix}_{plane}" for matrix in ("router", "gate", "up") for plane in ("codes", "scales", "supers")],
-    ],
+    SHARED_INPUTS,
     ["logits", "a"],
     None,
-    cuda_source=_SHARED_SOURCE,
+    cuda_source=SHARED_SOURCE,
     cuda_header=HEADER,
     exact=False,
     family="shared_expert",
@@ -295,22 +297,26 @@ def shared_swiglu(
     x: mx.array, gate: Weight, up: Weight, router_x: mx.array, router: Weight, limit: float
 ) -> tuple[mx.array, mx.array]:
     """(logits float32 [M, E], a bfloat16 [M, F]), as `shared_expert.shared_swiglu` says; M up to 8."""
+    call, blocks, _, warps = shared_call(x, gate, up, router_x, router, limit)
+    logits, a = _shared(**call, grid=(blocks * 32 * warps, 1, 1), threadgroup=(32 * warps, 1, 1))
+    return logits, a
+
+
+def shared_call(
+    x: mx.array, gate: Weight, up: Weight, router_x: mx.array, router: Weight, limit: float
+) -> tuple[dict[str, list[Any]], int, int, int]:
+    """What a launch of SHARED_SOURCE gets, its blocks, those among them for the router, and the warps of each."""
     (M, K), F, E = x.shape, gate[1]["codes"].shape[0], router[1]["codes"].shape[0]
     split, router_split = _split(gate[0], F, K), _split(router[0], E, K)
     warps = max(_FEWEST_WARPS, split, router_split)
-    blocks = _blocks(router[0], E, router_split, warps) + _blocks(gate[0], F, split, warps)
+    router_blocks = _blocks(router[0], E, router_split, warps)
     template = [(f"F{name}", FORMAT_IDS[w[0]]) for name, w in zip("RGU", (router, gate, up), strict=True)]
     template += [("SR", router_split), ("S", split), ("W", warps), ("MOST", _most(M))]
-    template += [
-        ("GRID", "IQ2_XXS" in (router[0], gate[0], up[0])),
-        ("LIMIT_BITS", float_bits(limit)),
-    ]
-    logits, a = _shared(
-        inputs=[router_x, x, *[plane for _, planes in (router, gate, up) for plane in _planes(planes)]],
-        template=template,
-        grid=(blocks * 32 * warps, 1, 1),
-        threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(M, E), (M, F)],
-        output_dtypes=[mx.float32, mx.bfloat16],
-    )
-    return logits, a
+    template += [("GRID", "IQ2_XXS" in (router[0], gate[0], up[0])), ("LIMIT_BITS", float_bits(limit))]
+    call = {
+        "inputs": [router_x, x, *[plane for _, planes in (router, gate, up) for plane in _planes(planes)]],
+        "template": template,
+        "output_shapes": [(M, E), (M, F)],
+        "output_dtypes": [mx.float32, mx.bfloat16],
+    }
+    return call, router_blocks + _blocks(gate[0], F, split, warps), router_blocks, warps

@@ -28,12 +28,12 @@ from ._switches import enabled
 from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SUMS, SiteSums, coefficients, coefficients_ref, random_sums
 from .topk import top_k_ref
 
-_MOST_EXPERTS = 1024  # 32 registers a lane of the simdgroup that chooses
+MOST_EXPERTS = 1024  # 32 registers a lane of the simdgroup that chooses
 _MOST_THREADS = 512
-_MOST_CHOSEN = 32  # one a lane
+MOST_CHOSEN = 32  # one a lane
 _MOST_BESIDE = 8  # rows; with many, groups of which one simdgroup works would cost more than a launch
 
-_ROUTER_HEADER = """
+ROUTER_HEADER = """
 // log(1 + e) for 0 <= e <= 1, as 2 artanh(e / (2 + e)): no cancellation for small e.
 inline float router_log1p(float e) {
     float s = e / (2.0f + e);
@@ -48,69 +48,82 @@ inline float router_log1p(float e) {
     p = p * w + 1.0f;
     return 2.0f * s * p;
 }
+
+// An expert's score, and a key that sorts as the biased scores do (which are never -0.0); 0: never to be chosen.
+inline float router_score(float z) {
+    return metal::precise::sqrt(metal::max(z, 0.0f) + router_log1p(metal::precise::exp(-metal::abs(z))));
+}
+inline uint router_key(float biased) {
+    uint bits = as_type<uint>(biased);
+    return biased > -3.0e38f ? ((bits >> 31) != 0u ? ~bits : bits | 0x80000000u) : 0u;
+}
+
+// A whole simdgroup: the K best of E keys, ties to the lower expert, ascending, and their weights. Lane l holds experts
+// l, l + 32, ..; both arrays are filled up to a multiple of 32, the keys with 0.
+template <int E, int K>
+inline void router_choose(
+    const threadgroup float* scores, const threadgroup uint* ranked, uint lane, float factor, device int* chosen,
+    device float* weights) {
+    constexpr int PER = (E + 31) / 32;
+    uint keys[PER];
+    #pragma unroll
+    for (uint i = 0; i < uint(PER); i++) keys[i] = ranked[lane + 32u * i];
+    int mine = -1;  // the expert of round `lane`
+    for (int round = 0; round < K; round++) {
+        uint best = 0u;
+        #pragma unroll
+        for (uint i = 0; i < uint(PER); i++) best = metal::max(best, keys[i]);
+        best = simd_max(best);
+        uint at = uint(E);
+        #pragma unroll
+        for (uint i = 0; i < uint(PER); i++)
+            if (keys[i] == best) at = metal::min(at, lane + 32u * i);
+        uint winner = simd_min(at);
+        if (best == 0u) winner = uint(E);  // nothing is left
+        #pragma unroll
+        for (uint i = 0; i < uint(PER); i++)
+            if (lane + 32u * i == winner) keys[i] = 0u;
+        if (int(lane) == round && winner < uint(E)) mine = int(winner);
+    }
+    float weight = mine < 0 ? 0.0f : scores[metal::max(mine, 0)];
+    float total = simd_sum(weight);
+    // Ascending ids, the empty ones last.
+    int id = mine < 0 ? E : mine;
+    int rank = 0;
+    for (int other = 0; other < K; other++) {
+        int k = simd_shuffle(id, ushort(other));
+        if (k < id || (k == id && other < int(lane))) rank++;
+    }
+    if (int(lane) < K) {
+        chosen[rank] = mine;
+        weights[rank] = weight / (total + 1e-20f) * factor;
+    }
+}
 """
 
 _SOURCE = """
     // A threadgroup of SG simdgroups owns one row: thread t scores the experts t, t + 32 SG, ... Then the first
-    // simdgroup chooses: its lane l holds experts l, l + 32, ..., and each round takes the best one left. Keys sort as
-    // unsigned integers like the biased scores (which are never -0.0); 0 stands for what is never chosen.
+    // simdgroup chooses.
     constexpr int PER = (E + 31) / 32;
     threadgroup float scores[32 * PER];
     threadgroup uint ranked[32 * PER];
     uint t = thread_position_in_threadgroup.x;
-    uint lane = thread_index_in_simdgroup;
     ulong row = ulong(threadgroup_position_in_grid.x);
     BESIDE
     for (uint e = t; e < uint(32 * PER); e += 32u * uint(SG)) {
         uint key = 0u;
         if (e < uint(E)) {
             float b = bias[e];
-            float z = logits[row * ulong(E) + ulong(e)];
-            float soft = metal::max(z, 0.0f) + router_log1p(metal::precise::exp(-metal::abs(z)));
-            float score = metal::precise::sqrt(soft);
+            float score = router_score(logits[row * ulong(E) + ulong(e)]);
             scores[e] = score;
-            b += score;
-            uint bits = as_type<uint>(b);
-            if (b > -3.0e38f) key = (bits >> 31) != 0u ? ~bits : bits | 0x80000000u;
+            key = router_key(b + score);
         }
         ranked[e] = key;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t < 32u) {  // one whole simdgroup, and no barrier below
-        uint keys[PER];
-        #pragma unroll
-        for (uint i = 0; i < uint(PER); i++) keys[i] = ranked[lane + 32u * i];
-        int mine = -1;  // the expert of round `lane`
-        for (int round = 0; round < K; round++) {
-            uint best = 0u;
-            #pragma unroll
-            for (uint i = 0; i < uint(PER); i++) best = metal::max(best, keys[i]);
-            best = simd_max(best);
-            uint at = uint(E);
-            #pragma unroll
-            for (uint i = 0; i < uint(PER); i++)
-                if (keys[i] == best) at = metal::min(at, lane + 32u * i);
-            uint winner = simd_min(at);
-            if (best == 0u) winner = uint(E);  // nothing is left
-            #pragma unroll
-            for (uint i = 0; i < uint(PER); i++)
-                if (lane + 32u * i == winner) keys[i] = 0u;
-            if (int(lane) == round && winner < uint(E)) mine = int(winner);
-        }
-        float weight = mine < 0 ? 0.0f : scores[metal::max(mine, 0)];
-        float total = simd_sum(weight);
-        // Ascending ids, the empty ones last.
-        int id = mine < 0 ? E : mine;
-        int rank = 0;
-        for (int other = 0; other < K; other++) {
-            int k = simd_shuffle(id, ushort(other));
-            if (k < id || (k == id && other < int(lane))) rank++;
-        }
-        if (int(lane) < K) {
-            chosen[row * ulong(K) + ulong(rank)] = mine;
-            weights[row * ulong(K) + ulong(rank)] = weight / (total + 1e-20f) * as_type<float>(FACTOR_BITS);
-        }
-    }
+    if (t < 32u)  // one whole simdgroup
+        router_choose<E, K>(
+            scores, ranked, t, as_type<float>(FACTOR_BITS), chosen + row * ulong(K), weights + row * ulong(K));
 """
 
 _router_kernel = Kernel(
@@ -118,7 +131,7 @@ _router_kernel = Kernel(
     ["logits", "bias"],
     ["chosen", "weights"],
     _SOURCE.replace("BESIDE", ""),
-    _ROUTER_HEADER,
+    ROUTER_HEADER,
     exact=False,
     family="router",
 )
@@ -137,7 +150,7 @@ _beside_kernel = Kernel(
         return;
     }""",
     ),
-    _ROUTER_HEADER + COEFFICIENTS_HEADER,
+    ROUTER_HEADER + COEFFICIENTS_HEADER,
     exact=False,
     family="router",
 )
@@ -169,7 +182,7 @@ def route_beside(
 
 def _takes_kernel(logits: mx.array, k: int) -> bool:
     E = logits.shape[-1]
-    return logits.size > 0 and enabled("router") and 8 <= E <= _MOST_EXPERTS and k <= min(E, _MOST_CHOSEN)
+    return logits.size > 0 and enabled("router") and 8 <= E <= MOST_EXPERTS and k <= min(E, MOST_CHOSEN)
 
 
 def _call(logits: mx.array, bias: mx.array, k: int, factor: float) -> tuple[dict[str, list[Any]], int, int]:

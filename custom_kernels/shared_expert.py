@@ -11,6 +11,8 @@ Kernel `shared_expert` (up to 8 rows), within tolerance of the reference and bit
 two products and the SwiGLU give one after another, in one launch instead of three or four. Bytes: the three matrices
 once (5120 x 384 F32 and twice 5120 x 2304 Q8_0: 33 MB); the products never reach memory. On CUDA tensor cores multiply.
 More rows take the launches one by one; `clamped_swiglu` is one of them.
+
+`shared_swiglu_routed` also chooses the experts and makes a site's coefficients: on CUDA in the same launch.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ import numpy as np
 
 from mlx_ds4.formats import planes as block_planes
 
-from . import _quant_group_cuda
+from . import _quant_group_cuda, _shared_routed_cuda
 from ._case import Case
 from ._expert_sources import SHARED_HEADER, SHARED_SOURCE, SWIGLU_HEADER, SWIGLU_SOURCE
-from ._kernel import Kernel, floats
+from ._kernel import Kernel, floats, tickets
 from ._octet import (
     FORMAT_IDS,
     ceil_div,
@@ -39,7 +41,9 @@ from ._octet import (
 )
 from ._random_planes import BYTES, random_planes, weights_of
 from ._switches import backend, enabled
+from .hyper_connection import SUMS, SiteSums, random_sums
 from .quant_matmul import MOST_ROWS, SIMDGROUPS, quant_matmul, quant_matmul_group, quant_matmul_ref
+from .router import route_beside, route_beside_ref
 
 Weight = tuple[str, block_planes.Planes]
 
@@ -87,6 +91,38 @@ def shared_swiglu(
     return logits, a
 
 
+def shared_swiglu_routed(
+    x: mx.array,
+    gate: Weight,
+    up: Weight,
+    router_x: mx.array,
+    router: Weight,
+    bias: mx.array,
+    sums: SiteSums,
+    *,
+    k: int,
+    factor: float,
+    limit: float,
+    counts: mx.array | None = None,
+) -> tuple[mx.array, ...]:
+    """The two results of `shared_swiglu`, and the four of `route_beside(logits, bias, sums, k=k, factor=factor)`.
+
+    `counts`: int32 zeros, `_kernel.tickets()`, that no launch uses which may run at the same time; zeros again behind
+    this one. None makes some. Raises ValueError as they do.
+    """
+    routed = backend() == "cuda" and enabled("router") and _launches(x, gate, up, router_x, router)
+    if routed and _shared_routed_cuda.takes(x.shape[0], router[1]["codes"].shape[0], k, sums):
+        for weight in (gate, up, router):
+            check_planes("shared_swiglu", *weight, x.shape[-1])
+        counts = tickets() if counts is None else counts
+        options = {"k": k, "factor": factor, "limit": limit}
+        return tuple(
+            _shared_routed_cuda.shared_swiglu_routed(x, gate, up, router_x, router, bias, sums, counts, **options)
+        )
+    logits, a = shared_swiglu(x, gate, up, router_x, router, limit=limit)
+    return logits, a, *route_beside(logits, bias, sums, k=k, factor=factor)
+
+
 def _launches(x: mx.array, gate: Weight, up: Weight, router_x: mx.array, router: Weight) -> bool:
     if not enabled("shared_expert") or not 0 < x.shape[0] <= MOST_ROWS or router_x.dtype != x.dtype:
         return False
@@ -100,6 +136,13 @@ def shared_swiglu_ref(
 ) -> tuple[mx.array, mx.array]:
     logits = quant_matmul_ref(router_x, *router, out_dtype=mx.float32)
     return logits, clamped_swiglu_ref(quant_matmul_ref(x, *gate), quant_matmul_ref(x, *up), limit)
+
+
+def shared_swiglu_routed_ref(
+    x, gate, up, router_x, router, bias: mx.array, sums: SiteSums, *, k: int, factor: float, limit: float
+) -> tuple[mx.array, ...]:
+    logits, a = shared_swiglu_ref(x, gate, up, router_x, router, limit=limit)
+    return logits, a, *route_beside_ref(logits, bias, sums, k=k, factor=factor)
 
 
 def clamped_swiglu(gate: mx.array, up: mx.array, limit: float, weight: mx.array | None = None) -> mx.array:
@@ -151,6 +194,27 @@ def cases() -> list[Case]:
             large=large,
         )
 
+    def routed(rows: int, C: int, E: int, F: int, k: int, *formats: str, large: bool = False):
+        def arrays(rng: np.random.Generator):
+            made = inputs(rng, rows, C, E, F, list(formats), True)
+            return [mx.array(rng.standard_normal(E, dtype=np.float32)), *random_sums(rng, rows), *made]
+
+        def call(op: Callable, bias: mx.array, dots, base, scale, x: mx.array, *planes: mx.array):
+            gate, up, router = weights_of(formats, planes)
+            sums = SiteSums(dots, base, scale, **SUMS)
+            return op(x, gate, up, x, router, bias, sums, k=k, factor=1.5, limit=1.0)
+
+        return Case(
+            f"shared_expert/routed_{'_'.join(f.lower() for f in formats)}_{rows}x{C}_{E}+{F}_k{k}",
+            functools.partial(call, shared_swiglu_routed),
+            functools.partial(call, shared_swiglu_routed_ref),
+            arrays,
+            tolerance=2e-3,
+            bytes=int(C * (F * sum(BYTES[f] for f in formats[:2]) + E * BYTES[formats[2]]))
+            + rows * (2 * C + 4 * E + 2 * F),
+            large=large,
+        )
+
     def act(rows: int, width: int, weighted: bool, large: bool = False):
         def arrays(rng: np.random.Generator):
             pair = (mx.array(rng.standard_normal((rows, width)).astype(np.float32) * 8) for _ in range(2))
@@ -174,6 +238,9 @@ def cases() -> list[Case]:
         case(1, 96, 9, 67, "Q8_0", "Q8_0", "F32"),
         case(3, 256, 8, 33, "Q4_K", "MXFP4", "BF16", same=False),
         case(8, 64, 17, 40, "FP8", "FP8", "F16"),
+        routed(1, 128, 40, 33, 6, "Q8_0", "Q8_0", "F32"),
+        routed(6, 256, 70, 64, 3, "Q4_K", "MXFP4", "Q8_0"),  # more rows than warps
+        *[routed(rows, 5120, 384, 2304, 6, "Q8_0", "Q8_0", "F32", large=True) for rows in (1, 6)],
         case(1, 5120, 384, 2304, "Q8_0", "Q8_0", "F32", large=True),
         case(6, 5120, 384, 2304, "Q8_0", "Q8_0", "F32", large=True),
     ]

@@ -10,8 +10,7 @@ from mlx_ds4.custom_kernels.expand_matmul import experts_expand
 from mlx_ds4.custom_kernels.expert_matmul import Plan, expert_down, expert_swiglu, plan_pairs
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.hyper_connection import SiteSums, expand
-from mlx_ds4.custom_kernels.router import route_beside
-from mlx_ds4.custom_kernels.shared_expert import shared_swiglu
+from mlx_ds4.custom_kernels.shared_expert import shared_swiglu_routed
 
 from .linear import Linear, rounds_input, stored
 from .step import Step
@@ -79,12 +78,17 @@ class SharedExpert(nn.Module):
         self.w3 = Linear(c.hidden_size, c.moe_intermediate_size, trained=True)
         self.w2 = Linear(c.moe_intermediate_size, c.hidden_size, trained=True)
 
-    def activate(self, x: mx.array, gate: Gate) -> tuple[mx.array, mx.array]:
-        """Router logits float32 [N, E] of x [N, C], and what w2 takes: bfloat16 [N, F]."""
+    def activate(
+        self, x: mx.array, gate: Gate, sums: SiteSums, counts: mx.array, *, k: int, factor: float
+    ) -> tuple[mx.array, ...]:
+        """Router logits float32 [N, E] of x [N, C], what w2 takes: bfloat16 [N, F], and the four of `route_beside`."""
         rounded = fake_quant_fp8(x) if self.w1.rounds_input or self.w3.rounds_input else x
         weights = (stored(layer.weight) for layer in (self.w1, self.w3))
-        logits, a = shared_swiglu(rounded, *weights, x, stored(gate.weight), limit=self._limit)
-        return logits, fake_quant_fp8(a) if self.w2.rounds_input else a
+        logits, a, *chosen = shared_swiglu_routed(
+            rounded, *weights, x, stored(gate.weight), gate.bias, sums,
+            k=k, factor=factor, limit=self._limit, counts=counts,
+        )  # fmt: skip
+        return logits, fake_quant_fp8(a) if self.w2.rounds_input else a, *chosen
 
 
 class MoE(nn.Module):
@@ -102,8 +106,9 @@ class MoE(nn.Module):
 
     def __call__(self, x: mx.array, step: Step, h: mx.array, sums: SiteSums) -> tuple[mx.array, mx.array, mx.array]:
         rows = x.reshape(-1, x.shape[-1])
-        logits, shared = self.shared_experts.activate(rows, self.gate)
-        chosen, weights, pre, mix = route_beside(logits, self.gate.bias, sums, k=self._top_k, factor=self._factor)
+        logits, shared, chosen, weights, pre, mix = self.shared_experts.activate(
+            rows, self.gate, sums, step.tickets(), k=self._top_k, factor=self._factor
+        )
         a, plan = self.experts.activate(rows, chosen, weights)
         last = (a, stored(self.experts.w2.weight), chosen, (shared, stored(self.shared_experts.w2.weight)))
         if step.traces:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_ds4.cache import REWIND, LayerCache
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels._kernel import tickets
 from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_table
 
 Rotation = tuple[mx.array, mx.array]
@@ -140,12 +141,17 @@ class Step:
                 self.group_rotation(ratio)
         self.rotation(0)
         self.at()
+        self.tickets()
         self.window_list()
         return self._arrays
 
     def at(self) -> mx.array:
         """The position where the step starts, int32 [1]."""
         return self._array("at", lambda: mx.array([self.start], dtype=mx.int32))
+
+    def tickets(self) -> mx.array:
+        """What the launches of this step count arrivals in, int32: each needs the results of the one before."""
+        return self._array("tickets", tickets)
 
     def rotation(self, ratio: int) -> Rotation:
         """cos and sin of this step's positions for a layer of the given compression ratio."""

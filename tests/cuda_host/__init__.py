@@ -51,6 +51,8 @@ def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0) -> li
     blocks = [g // t for g, t in zip(call["grid"], call["threadgroup"], strict=True)]
     ndims = (ctypes.c_int * len(inputs))(*(x.ndim for x in inputs))
     entry(pointers, *map(ctypes.c_int, (*blocks, int(np.prod(call["threadgroup"])))), ndims)
+    for name, x, after in zip(kernel.input_names, inputs, arrays, strict=True):
+        assert np.array_equal(after, np.array(x.view(mx.uint8)).reshape(-1)), f"the launch has changed its input {name}"
     return [
         mx.array(data).view(dtype).reshape(shape)
         for data, shape, dtype in zip(outputs, call["output_shapes"], call["output_dtypes"], strict=True)

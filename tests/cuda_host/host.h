@@ -37,6 +37,7 @@ static To bits_as(From from) {
   return to;
 }
 static float __int_as_float(int i) { return bits_as<float>(i); }
+static int __float_as_int(float f) { return bits_as<int>(f); }
 
 // bfloat16, rounded to nearest even.
 struct __nv_bfloat16 {
@@ -139,6 +140,8 @@ static void run_grid(int x, int y, int z, int threads, std::function<void()> bod
 }
 
 static void __syncthreads() { wait_for(BLOCK); }
+static void __threadfence() {}
+static int atomicAdd(int* p, int v) { return *p += v, *p - v; }
 static void __syncwarp() { wait_for(WARP); }
 static int lane_base() { return threadIdx.x & ~31; }
 template <class T>

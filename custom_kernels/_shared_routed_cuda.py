@@ -1,0 +1,154 @@
+"""CUDA: the router's choice and a site's coefficients in the launch that makes the router's logits.
+
+Blocks for logits count their arrivals, and the last one chooses: a warp a row. Nothing waits for another block, and the
+choice is made while other blocks multiply the shared expert's matrices. The choice and the coefficients are the
+functions of `router.py` and `hyper_connection.py`, so they have the bits of launches of their own.
+
+Estimate: a launch less for a layer, 4 us of 185 on an H200 and 10 us of host time.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import _portable, _quant_cuda, _quant_group_cuda
+from ._hyper_sources import COEFFICIENTS_HEADER
+from ._kernel import Kernel, float_bits
+from ._quant_group_cuda import SHARED_INPUTS, SHARED_SOURCE
+from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums
+from .router import MOST_CHOSEN, MOST_EXPERTS, ROUTER_HEADER
+
+# Metal's names that the two portable functions use; `_cuda_prelude.h` would replace CUDA's vector types, too.
+_NAMES = """
+namespace ds4_metal {
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef unsigned long long ulong;
+namespace metal {
+__device__ inline float max(float a, float b) { return fmaxf(a, b); }
+__device__ inline float abs(float x) { return fabsf(x); }
+__device__ inline uint max(uint a, uint b) { return a < b ? b : a; }
+__device__ inline uint min(uint a, uint b) { return b < a ? b : a; }
+__device__ inline int max(int a, int b) { return a < b ? b : a; }
+namespace precise {
+__device__ inline float exp(float x) { return expf(x); }
+__device__ inline float sqrt(float x) { return sqrtf(x); }
+__device__ inline float rsqrt(float x) { return rsqrtf(x); }
+}
+}
+template <class T> __device__ inline T as_type(float x) { return (T)__float_as_int(x); }
+template <class T> __device__ inline T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
+template <class T> __device__ inline T simd_shuffle_xor(T x, ushort by) { return __shfl_xor_sync(0xffffffffu, x, by); }
+template <class T> __device__ inline T simd_sum(T x) {
+  for (int by = 16; by; by >>= 1) x += simd_shuffle_xor(x, by);
+  return x;
+}
+__device__ inline uint simd_max(uint x) {
+  for (int by = 16; by; by >>= 1) x = metal::max(x, simd_shuffle_xor(x, by));
+  return x;
+}
+__device__ inline uint simd_min(uint x) {
+  for (int by = 16; by; by >>= 1) x = metal::min(x, simd_shuffle_xor(x, by));
+  return x;
+}
+"""
+_HEADER = (
+    _quant_group_cuda.HEADER
+    + _NAMES
+    + _portable.translate_functions(ROUTER_HEADER + COEFFICIENTS_HEADER)
+    + "\n}  // namespace ds4_metal\n"
+)
+
+# The blocks of coefficients come first, because they take longest: a warp a row.
+_COEFFICIENTS = """
+    const int site_blocks = (M + W - 1) / W;
+    if (block < site_blocks) {
+      const int row = block * W + (threadIdx.x >> 5);
+      if (row < M)
+        ds4_metal::hyper_coefficients<HC_M, HC_PARTS, HC_ITERS, HC_WIDTH>(
+            hc_dots, hc_base, hc_scale, row, threadIdx.x & 31, __int_as_float(HC_SMALL_BITS),
+            __int_as_float(HC_EPS_BITS), hc_pre, hc_mix);
+      return;
+    }
+    block -= site_blocks;
+"""
+_CHOOSE = """{
+      // MLX has no array that a launch changes. This one is zeros before the launch and after it.
+      int* const arrived = const_cast<int*>(tickets);
+      constexpr int E = EXPERTS, PER = (E + 31) / 32;
+      __shared__ bool is_last;
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1) == ROUTER_BLOCKS - 1;
+      __syncthreads();
+      if (!is_last) return;
+      __threadfence();
+      const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+      float* const scores = part + warp * (64 * PER);  // where the sums were
+      unsigned* const ranked = (unsigned*)scores + 32 * PER;
+      static_assert(64 * PER * 4 <= RING, "a warp's ring holds its scores and keys");
+      for (int row = warp; row < M; row += W) {
+        for (int e = lane; e < 32 * PER; e += 32) {
+          unsigned key = 0;
+          if (e < E) {
+            const float b = bias[e];
+            const float score = ds4_metal::router_score(*(const volatile float*)(logits + (size_t)row * E + e));
+            scores[e] = score;
+            key = ds4_metal::router_key(b + score);
+          }
+          ranked[e] = key;
+        }
+        __syncwarp();
+        ds4_metal::router_choose<E, K_CHOSEN>(
+            scores, ranked, lane, __int_as_float(FACTOR_BITS), chosen + (size_t)row * K_CHOSEN,
+            weights + (size_t)row * K_CHOSEN);
+        __syncwarp();
+      }
+      if (threadIdx.x == 0) *arrived = 0;
+      return;
+    }"""
+
+
+def _source() -> str:
+    first, begin, rest = SHARED_SOURCE.partition("    const bool routes")
+    assert rest.count("if (routes) return;") == 1
+    return first + _COEFFICIENTS + begin + rest.replace("if (routes) return;", f"if (routes) {_CHOOSE}")
+
+
+_kernel = Kernel(
+    "shared_expert_routed_mma",
+    [*SHARED_INPUTS, "bias", "tickets", *RIDER_INPUTS],
+    ["logits", "a", "chosen", "weights", *RIDER_OUTPUTS],
+    None,
+    cuda_source=_source(),
+    cuda_header=_HEADER,
+    exact=False,
+    family="shared_expert",
+)
+
+
+def takes(rows: int, experts: int, k: int, sums: SiteSums) -> bool:
+    """Whether the launch may choose k of this many experts for the rows and make their coefficients."""
+    # A warp's ring holds two words an expert.
+    most = min(MOST_EXPERTS, _quant_cuda.RING // 8 // 32 * 32)
+    return 8 <= experts <= most and k <= min(experts, MOST_CHOSEN) and sums.takes_kernel and sums.rows == rows
+
+
+def shared_swiglu_routed(
+    x, gate, up, router_x, router, bias: mx.array, sums: SiteSums, tickets: mx.array, *, k: int, factor: float,
+    limit: float,
+) -> list[mx.array]:  # fmt: skip
+    """As `shared_expert.shared_swiglu_routed`, for up to 8 rows."""
+    call, blocks, router_blocks, warps = _quant_group_cuda.shared_call(x, gate, up, router_x, router, limit)
+    M, E = x.shape[0], router[1]["codes"].shape[0]
+    call["inputs"] += [bias.astype(mx.float32), tickets]
+    call["template"] += [("EXPERTS", E), ("K_CHOSEN", k), ("FACTOR_BITS", float_bits(factor))]
+    call["template"] += [("ROUTER_BLOCKS", router_blocks)]
+    call["output_shapes"] += [(M, k), (M, k)]
+    call["output_dtypes"] += [mx.int32, mx.float32]
+    return _kernel(
+        **sums.behind(call),
+        grid=((blocks + -(-M // warps)) * 32 * warps, 1, 1),
+        threadgroup=(32 * warps, 1, 1),
+    )
