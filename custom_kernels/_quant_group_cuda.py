@@ -135,7 +135,7 @@ __device__ __forceinline__ bool matrix(
 """
 )
 
-_GROUP_SOURCE = """
+GROUP_SOURCE = """
     // Blocks of W warps; those of matrix 0 come first. x [.., K], up to 8 rows M.
     using namespace ds4;
     __shared__ uint4 grid_s[GRID ? 256 : 1];
@@ -162,7 +162,7 @@ def _group_kernel(count: int) -> Kernel:
         ["x", *planes],
         [f"y{i}" for i in range(count)],
         None,
-        cuda_source=_GROUP_SOURCE + "".join(_GROUP_MATRIX.replace("#", str(i)) for i in range(count)),
+        cuda_source=GROUP_SOURCE + "".join(_GROUP_MATRIX.replace("#", str(i)) for i in range(count)),
         cuda_header=HEADER,
         exact=False,
         family="quant_matmul",
@@ -187,6 +187,15 @@ def takes(x: mx.array, format: str) -> bool:
 
 def together(x: mx.array, weights: Sequence[Weight], dtypes: Sequence[mx.Dtype]) -> list[mx.array]:
     """x bfloat16 [.., K], up to 8 rows, times two to five matrices that `takes` allows: a list of [.., N]."""
+    call, blocks, _, warps = group_call(x, weights, dtypes)
+    grid = (blocks * 32 * warps, 1, 1)
+    return _group_kernels[len(weights)](**call, grid=grid, threadgroup=(32 * warps, 1, 1))
+
+
+def group_call(
+    x: mx.array, weights: Sequence[Weight], dtypes: Sequence[mx.Dtype]
+) -> tuple[dict[str, list[Any]], int, list[int], int]:
+    """What a launch of GROUP_SOURCE and its matrices gets, its blocks, those of each matrix, and the warps of each."""
     *leading, K = x.shape
     M = prod(leading)
     rows = [planes["codes"].shape[0] for _, planes in weights]
@@ -195,15 +204,14 @@ def together(x: mx.array, weights: Sequence[Weight], dtypes: Sequence[mx.Dtype])
     template = [(f"F{i}", FORMAT_IDS[format]) for i, (format, _) in enumerate(weights)]
     template += [(f"S{i}", split) for i, split in enumerate(splits)]
     template += [("W", warps), ("MOST", _most(M)), ("GRID", any(format == "IQ2_XXS" for format, _ in weights))]
-    blocks = sum(_blocks(format, N, s, warps) for (format, _), N, s in zip(weights, rows, splits, strict=True))
-    return _group_kernels[len(weights)](
-        inputs=[x, *[plane for format, planes in weights for plane in _planes(planes)]],
-        template=template,
-        grid=(blocks * 32 * warps, 1, 1),
-        threadgroup=(32 * warps, 1, 1),
-        output_shapes=[(*leading, N) for N in rows],
-        output_dtypes=dtypes,
-    )
+    each = [_blocks(format, N, s, warps) for (format, _), N, s in zip(weights, rows, splits, strict=True)]
+    call = {
+        "inputs": [x, *[plane for format, planes in weights for plane in _planes(planes)]],
+        "template": template,
+        "output_shapes": [(*leading, N) for N in rows],
+        "output_dtypes": list(dtypes),
+    }
+    return call, sum(each), each, warps
 
 
 def _split(format: str, rows: int, width: int) -> int:

@@ -11,79 +11,22 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import _portable, _quant_cuda, _quant_group_cuda
+from . import _quant_cuda, _quant_group_cuda
+from ._finish_cuda import COEFFICIENTS, arrive, metal_functions
 from ._hyper_sources import COEFFICIENTS_HEADER
 from ._kernel import Kernel, float_bits
 from ._quant_group_cuda import SHARED_INPUTS, SHARED_SOURCE
 from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums
 from .router import MOST_CHOSEN, MOST_EXPERTS, ROUTER_HEADER
 
-# Metal's names that the two portable functions use; `_cuda_prelude.h` would replace CUDA's vector types, too.
-_NAMES = """
-namespace ds4_metal {
+_HEADER = _quant_group_cuda.HEADER + metal_functions(ROUTER_HEADER + COEFFICIENTS_HEADER)
 
-typedef unsigned int uint;
-typedef unsigned short ushort;
-typedef unsigned long long ulong;
-namespace metal {
-__device__ inline float max(float a, float b) { return fmaxf(a, b); }
-__device__ inline float abs(float x) { return fabsf(x); }
-__device__ inline uint max(uint a, uint b) { return a < b ? b : a; }
-__device__ inline uint min(uint a, uint b) { return b < a ? b : a; }
-__device__ inline int max(int a, int b) { return a < b ? b : a; }
-namespace precise {
-__device__ inline float exp(float x) { return expf(x); }
-__device__ inline float sqrt(float x) { return sqrtf(x); }
-__device__ inline float rsqrt(float x) { return rsqrtf(x); }
-}
-}
-template <class T> __device__ inline T as_type(float x) { return (T)__float_as_int(x); }
-template <class T> __device__ inline T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
-template <class T> __device__ inline T simd_shuffle_xor(T x, ushort by) { return __shfl_xor_sync(0xffffffffu, x, by); }
-template <class T> __device__ inline T simd_sum(T x) {
-  for (int by = 16; by; by >>= 1) x += simd_shuffle_xor(x, by);
-  return x;
-}
-__device__ inline uint simd_max(uint x) {
-  for (int by = 16; by; by >>= 1) x = metal::max(x, simd_shuffle_xor(x, by));
-  return x;
-}
-__device__ inline uint simd_min(uint x) {
-  for (int by = 16; by; by >>= 1) x = metal::min(x, simd_shuffle_xor(x, by));
-  return x;
-}
-"""
-_HEADER = (
-    _quant_group_cuda.HEADER
-    + _NAMES
-    + _portable.translate_functions(ROUTER_HEADER + COEFFICIENTS_HEADER)
-    + "\n}  // namespace ds4_metal\n"
-)
-
-# The blocks of coefficients come first, because they take longest: a warp a row.
-_COEFFICIENTS = """
-    const int site_blocks = (M + W - 1) / W;
-    if (block < site_blocks) {
-      const int row = block * W + (threadIdx.x >> 5);
-      if (row < M)
-        ds4_metal::hyper_coefficients<HC_M, HC_PARTS, HC_ITERS, HC_WIDTH>(
-            hc_dots, hc_base, hc_scale, row, threadIdx.x & 31, __int_as_float(HC_SMALL_BITS),
-            __int_as_float(HC_EPS_BITS), hc_pre, hc_mix);
-      return;
-    }
-    block -= site_blocks;
-"""
-_CHOOSE = """{
-      // MLX has no array that a launch changes. This one is zeros before the launch and after it.
-      int* const arrived = const_cast<int*>(tickets);
+_CHOOSE = (
+    """{
       constexpr int E = EXPERTS, PER = (E + 31) / 32;
-      __shared__ bool is_last;
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1) == ROUTER_BLOCKS - 1;
-      __syncthreads();
-      if (!is_last) return;
-      __threadfence();
+"""
+    + arrive("ROUTER_BLOCKS")
+    + """
       const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
       float* const scores = part + warp * (64 * PER);  // where the sums were
       unsigned* const ranked = (unsigned*)scores + 32 * PER;
@@ -105,15 +48,15 @@ _CHOOSE = """{
             weights + (size_t)row * K_CHOSEN);
         __syncwarp();
       }
-      if (threadIdx.x == 0) *arrived = 0;
       return;
     }"""
+)
 
 
 def _source() -> str:
     first, begin, rest = SHARED_SOURCE.partition("    const bool routes")
     assert rest.count("if (routes) return;") == 1
-    return first + _COEFFICIENTS + begin + rest.replace("if (routes) return;", f"if (routes) {_CHOOSE}")
+    return first + COEFFICIENTS + begin + rest.replace("if (routes) return;", f"if (routes) {_CHOOSE}")
 
 
 _kernel = Kernel(

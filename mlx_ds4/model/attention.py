@@ -7,14 +7,14 @@ from mlx import nn
 
 from mlx_ds4.cache import GrowingRows, LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
+from mlx_ds4.custom_kernels.cache_entry import cache_entry
 from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients, expand
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 
 from .compressor import Compressor
 from .indexer import Indexer
-from .linear import GroupedLinear, Linear, apply_and_expand, apply_together
+from .linear import GroupedLinear, Linear, apply_and_enter, apply_and_expand, apply_together
 from .norm import RMSNorm
 from .step import Rotation, Step
 
@@ -50,11 +50,10 @@ class Attention(nn.Module):
         turn = step.rotation(self._ratio)
         compresses = self.compressor.projections if "compressor" in self and not step.published else []
         scores = "indexer" in self and self.indexer.scores_entries(step)
-        low_rank, kv, *rest = apply_together(
-            x, self.wq_a, self.wkv, *([self.indexer.weights_proj] if scores else []), *compresses
+        qr, near, pre, mix, rest = self._enter(
+            x, [*([self.indexer.weights_proj] if scores else []), *compresses], turn, step, cache, sums
         )
         weights = rest.pop(0) if scores else None
-        qr, near, pre, mix = self._enter(low_rank, kv, turn, step, cache, sums)
         q, *index_q = apply_together(qr, self.wq_b, *([self.indexer.wq_b] if scores else []))
         window = step.window_list()
         sources = [(near, mx.broadcast_to(window, (B, *window.shape[1:])))]
@@ -84,19 +83,20 @@ class Attention(nn.Module):
         self._compress(apply_together(x, *self.compressor.projections), step, cache)
 
     def _enter(
-        self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache, sums: SiteSums
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """The normed low-rank query, the rows of the window with this step's (the ring, or all that is seen), and the
-        site's coefficients."""
+        self, x: mx.array, others: list[Linear], turn: Rotation, step: Step, cache: LayerCache, sums: SiteSums
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array, list[mx.array]]:
+        """The normed low-rank query, the rows of the window with this step's (the ring, or all that is seen), the
+        site's coefficients, and the products of x that others ask for."""
         eps = self._config.rms_norm_eps
         if step.short:
-            qr, cache.window, pre, mix = norm_and_entry(
-                low_rank, self.q_norm.weight, kv, *turn, "fp8", self.kv_norm.weight, eps, sums,
-                into=cache.window, at=step.at(),
+            qr, cache.window, pre, mix, rest = apply_and_enter(
+                x, self.wq_a, self.wkv, others, self.q_norm.weight, *turn, "fp8", self.kv_norm.weight, eps, sums,
+                into=cache.window, at=step.at(), counts=step.tickets(),
             )  # fmt: skip
-            return qr, cache.window, pre, mix
+            return qr, cache.window, pre, mix, rest
+        low_rank, kv, *rest = apply_together(x, self.wq_a, self.wkv, *others)
         rows = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=eps)
-        return self.q_norm(low_rank), cache.extend(rows, step.start), *coefficients(sums)
+        return self.q_norm(low_rank), cache.extend(rows, step.start), *coefficients(sums), rest
 
     def _compress(self, products: list[mx.array], step: Step, cache: LayerCache) -> None:
         """New entries and index keys of an owner."""

@@ -8,9 +8,14 @@ result; where the weights are the trained FP8 or FP4 ones, the input is rounded 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import mlx.core as mx
 from mlx import nn
 
+from mlx_ds4.custom_kernels.cache_entry import norm_and_entry
+from mlx_ds4.custom_kernels.entry_matmul import products_and_entry
 from mlx_ds4.custom_kernels.expand_matmul import project_expand
 from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.quant_matmul import grouped_quant_matmul, quant_matmul, quant_matmul_group
@@ -116,6 +121,31 @@ def apply_together(x: mx.array, *layers: Linear) -> list[mx.array]:
             )
             results.update(zip(some, products, strict=True))
     return [results[i] for i in range(len(layers))]
+
+
+def apply_and_enter(
+    x: mx.array, query: Linear, kv: Linear, others: Sequence[Linear], q_weight: mx.array, *entry: Any, **options: Any
+) -> tuple[mx.array, mx.array, mx.array, mx.array, list[mx.array]]:
+    """`norm_and_entry` of query(x) and kv(x), its four results, and [layer(x) for layer in others]; for few rows the
+    products of those that round their input as the query's share a launch, on CUDA with all that follows. The rest of
+    the arguments: as `products_and_entry` takes them behind the weights."""
+    rounds = query.rounds_input
+    if kv.rounds_input != rounds:
+        low_rank, latent, *rest = apply_together(x, query, kv, *others)
+        options.pop("counts", None)
+        return *norm_and_entry(low_rank, q_weight, latent, *entry, **options), rest
+    together = [query, kv, *[layer for layer in others if layer.rounds_input == rounds]]
+    products, *entered = products_and_entry(
+        fake_quant_fp8(x) if rounds else x,
+        [stored(layer.weight) for layer in together],
+        [layer._out_dtype for layer in together],
+        q_weight,
+        *entry,
+        **options,
+    )
+    found = iter(products[2:])
+    rest = iter(apply_together(x, *[layer for layer in others if layer.rounds_input != rounds]))
+    return *entered, [next(found if layer.rounds_input == rounds else rest) for layer in others]
 
 
 def apply_and_expand(x: mx.array, layer: Linear, h: mx.array, mix: mx.array) -> mx.array:

@@ -70,6 +70,7 @@ static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
 }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static int __ffsll(unsigned long long x) { return __builtin_ffsll((long long)x); }
 template <class T>
