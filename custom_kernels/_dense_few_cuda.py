@@ -21,23 +21,30 @@ PADDING = 64  # bytes behind a row of x: neighbours lie in different banks
 HEADER = """
 namespace ds4 {
 
-// A lane's octets of a step for one row of x a column, in registers, read from shared memory before the wait for
-// weights. A column without a row of its own holds any values.
+// A lane's octets of a step for one row of x a column, in shared memory. They are read before the wait for weights; or,
+// eight of them, as they are used, since registers would not last. A column without a row of its own holds any values.
 template <class W>
 struct SharedRow {
   static constexpr int APART = W::LANE_COLUMNS == 8 ? 32 : 8, OCTETS = W::UNIT / 32;
-  uint4 v[OCTETS];
-  u32 row;  // the address of the lane's first octet
+  static constexpr bool HELD = OCTETS <= 4;
+  uint4 v[HELD ? OCTETS : 1];
+  u32 row, at;  // the addresses of the lane's first octet, and of that of a step
   bool real;
-  __device__ __forceinline__ SharedRow(u32 row, bool real) : row(row), real(real) {
+  __device__ __forceinline__ SharedRow(u32 row, bool real) : row(row), at(row), real(real) {
 #pragma unroll
-    for (int i = 0; i < OCTETS; i++) v[i] = make_uint4(0, 0, 0, 0);
+    for (uint4& octet : v) octet = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void read(int unit) {
+    at = row + 2 * W::UNIT * unit;
+    if (HELD) {
 #pragma unroll
-    for (int i = 0; i < OCTETS; i++) read16_shared_if(real, v[i], row + 2 * W::UNIT * unit, 2 * APART * i);
+      for (int i = 0; i < OCTETS; i++) read16_shared_if(real, v[HELD ? i : 0], at, 2 * APART * i);
+    }
   }
-  __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART]; }
+  __device__ __forceinline__ uint4 octet(int, int column) {
+    if (!HELD) read16_shared_if(real, v[0], at, 2 * column);
+    return v[HELD ? column / APART : 0];
+  }
   __device__ __forceinline__ void done(int) const {}
 };
 
@@ -45,10 +52,10 @@ struct SharedRow {
 """
 
 
-def source(store: str, declare: str = "", read: str = "") -> str:
+def source(store: str, read: str = "") -> str:
     """The body. `store`: what becomes of `sum`, output `column` of row `n`; `read`: what is read for the first of a
-    thread's outputs, `channel` of row `n`, before the barrier at which the sums meet."""
-    return _SOURCE.replace("STORE", store).replace("DECLARE", declare).replace("READ", read)
+    thread's outputs, c == member, before the barrier at which the sums meet."""
+    return _SOURCE.replace("STORE", store).replace("READ", read)
 
 
 _SOURCE = """
@@ -64,11 +71,11 @@ _SOURCE = """
     unsigned char* const rings = (unsigned char*)dynamic_shared();
     uint4* const grid = (uint4*)(rings + WARPS * (BYTES + SUMS_BYTES));
     const int units = codes_shape[1] * (int)sizeof(*codes) / W::CODES, K = units * W::UNIT;
-    const int N = codes_shape[0], R = N / G, tiles = (R + 15) / 16, base = blockIdx.y * R;
+    const int N = codes_shape[0], R = N / G, tiles = (R + 15) / 16, base = G > 1 ? blockIdx.y * R : 0;
     const int first = blockIdx.x + gridDim.x * team, stride = gridDim.x * TEAMS;
     const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
     auto run_of = [&](int tile) { return Run{(size_t)base, tile, R, K, member, S, units}; };
-    Stream<W, 1, S, BYTES> stream(shared_address(rings) + warp * BYTES);
+    Stream<W, 1, S, BYTES> stream(opaque(shared_address(rings) + warp * BYTES));
     int sent = first - stride;
     auto next = [&] {
       if (tiles - sent <= stride) return false;
@@ -76,14 +83,16 @@ _SOURCE = """
       stream.open(w, run_of(sent));
       return true;
     };
-    const int M = rows_of(x_shape, x_ndim), pitch = 2 * K + PADDING;
+    int M = 0;
+    const int pitch = 2 * K + PADDING;
     const u32 rows = shared_address(grid) + (F == IQ2_XXS ? GRID_BYTES : 0);
 #pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
       stream.send(next);
       if (step > 0) continue;
       // x behind the first weights: no multiplication begins without both.
-      const bf16* row = (const bf16*)x + (size_t)blockIdx.y * K;
+      const bf16* row = (const bf16*)x + (G > 1 ? (size_t)blockIdx.y * K : 0);
+      M = rows_of(x_shape, x_ndim);
 #pragma unroll 1
       for (int n = 0; n < M; n++, row += (size_t)G * K)
 #pragma unroll 1
@@ -93,30 +102,32 @@ _SOURCE = """
     if (F == IQ2_XXS) stage_grid(grid);
     wait_for_copies_but<STEPS - 1>();
     __syncthreads();
-    SharedRow<W> columns(rows + min(g, M - 1) * pitch + 2 * W::LANE_COLUMNS * t, g < M);
-    DECLARE
+    const u32 row = opaque(rows + min(g, M - 1) * pitch + 2 * W::LANE_COLUMNS * t), real = opaque((u32)(g < M));
     // Two sets of sums, used in turn, so that a tile needs one barrier.
     float* part = (float*)(rings + WARPS * BYTES) + team * (2 * S * 128);
     int other = S * 128;
 #pragma unroll 1
     for (int tile = first; tile < tiles; tile += stride) {
+      SharedRow<W> columns(row, real);  // anew, so that its registers are free behind the last step
       float acc[1][4];
       clear(acc);
       stream.multiply_run(w, run_of(tile), next, [&](int unit) { columns.read(unit); }, [&](W(&now)[1], bool) {
         now[0].multiply(acc, columns, t, grid);
       });
-      if (S > 1) {
-        for (int c = 0; c < 4; c++) part[128 * member + 32 * c + lane] = acc[0][c];
-        READ
+      for (int c = 0; c < 4 && S > 1; c++) part[128 * member + 32 * c + lane] = acc[0][c];
+      if (S > 4 && member >= 4) {  // without an output
         sync_team(team, 32 * S);
-      }
+      } else {
+        READ
+        if (S > 1) sync_team(team, 32 * S);
 #pragma unroll
-      for (int c = member; c < 4; c += S) {
-        const int n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1), column = base + r;
-        if (n >= M || r >= R) continue;
-        float sum = S > 1 ? 0.f : acc[0][c & 3];
-        for (int s = 0; s < S && S > 1; s++) sum += part[128 * s + 32 * c + lane];
-        STORE
+        for (int c = member; c < 4; c += S) {
+          const int n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1), column = base + r;
+          if (n >= M || r >= R) continue;
+          float sum = S > 1 ? 0.f : acc[0][c & 3];
+          for (int s = 0; s < S && S > 1; s++) sum += part[128 * s + 32 * c + lane];
+          STORE
+        }
       }
       part += other;
       other = -other;

@@ -72,13 +72,14 @@ def _sum_source() -> str:
 
 
 def _few_source() -> str:
-    read = """{
+    read = """ds4::Channel<STREAMS> channel;
+        {
           const int n = 2 * t + (member & 1), r = 16 * tile + g + 8 * (member >> 1);
-          if (member < 4 && n < M && r < R) channel.read((const bf16*)h, mix, n, N, r);
+          if (n < M && r < R) channel.read((const bf16*)h, mix, n, N, r);
         }"""
-    store = """if (S == 1 || c != member) channel.read((const bf16*)h, mix, n, N, column);
-        channel.expand(round_bf16(sum), (bf16*)expanded, n, N, column);"""
-    return _dense_few_cuda.source(store, _DECLARED, read)
+    store = """if (c != member) channel.read((const bf16*)h, mix, n, N, column);
+          channel.expand(round_bf16(sum), (bf16*)expanded, n, N, column);"""
+    return _dense_few_cuda.source(store, read)
 
 
 def _kernel(name: str, inputs: list[str], source: str, header: str = HEADER, **limits) -> Kernel:
