@@ -72,11 +72,10 @@ def _sum_source() -> str:
 
 
 def _few_source() -> str:
-    read = """ds4::Channel<STREAMS> channel;
-        {
-          const int n = 2 * t + (member & 1), r = 16 * tile + g + 8 * (member >> 1);
-          if (n < M && r < R) channel.read((const bf16*)h, mix, n, N, r);
-        }"""
+    # Lanes without an output read any: reads on a condition would keep their registers from one tile to the next.
+    read = """Channel<STREAMS> channel;
+        channel.read(
+            (const bf16*)h, mix, min(2 * t + (member & 1), M - 1), N, min(16 * tile + g + 8 * (member >> 1), R - 1));"""
     store = """if (c != member) channel.read((const bf16*)h, mix, n, N, column);
           channel.expand(round_bf16(sum), (bf16*)expanded, n, N, column);"""
     return _dense_few_cuda.source(store, read)
