@@ -88,6 +88,13 @@ __device__ __forceinline__ uint4 read16_shared(u32 address) {
                : "r"(address));
   return r;
 }
+// 16 bytes at address + offset into v, or v as it is.
+__device__ __forceinline__ void read16_shared_if(bool condition, uint4& v, u32 address, int offset) {
+  asm volatile(
+      "{.reg .pred yes; setp.ne.u32 yes, %5, 0; @yes ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "r"(address + offset), "r"((u32)condition));
+}
 // A barrier of the `threads` threads of one team of a block.
 __device__ __forceinline__ void sync_team(int team, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");

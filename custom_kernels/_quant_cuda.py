@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from . import _dense_few_cuda
 from ._expert_down_cuda import DOWN_FEW_SOURCE, SUM_SOURCE
 from ._expert_few_cuda import GATE_UP_FEW_SOURCE
 from ._kernel import Kernel, float_bits
@@ -25,6 +26,8 @@ from ._tiles_cuda import PTX
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 SMS = 132
+_DENSE_FEW_BLOCKS = SMS
+_DENSE_FEW_WARPS = 24  # of a block at most
 DOWN_WARPS = 4  # of a block
 _DOWN_BLOCKS = 6  # at a time on a multiprocessor
 _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
@@ -105,6 +108,16 @@ def _kernel(name: str, inputs: list[str], source: str, family: str, header: str 
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
+# A body for few rows has a multiprocessor to itself, and takes all that its limits leave of 227 KB.
+DENSE_FEW_LIMITS = {"shared_memory": 224 << 10, "cuda_bounds": (32 * _DENSE_FEW_WARPS, 1)}
+_dense_few = _kernel(
+    "quant_matmul_few_mma",
+    ["x", *_ONE],
+    _dense_few_cuda.source("y[(size_t)n * N + column] = T(sum);"),
+    "quant_matmul",
+    HEADER + _dense_few_cuda.HEADER,
+    **DENSE_FEW_LIMITS,
+)
 _gate_up_few = {
     wide: _kernel(
         f"expert_swiglu_few{'_wide' * wide}_mma",
@@ -144,6 +157,16 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     M, N = prod(leading), planes["codes"].shape[0]
     tiles = ceil_div(N, 16)
     warps = split(tiles, width // groups // 128)
+    if plan := dense_few_plan(_dense_few, M, format, N, width // groups, groups):
+        template, grid, threads = plan
+        return _dense_few(
+            inputs=[x, *planes_of(planes)],
+            template=[*template, ("T", out_dtype)],
+            grid=grid,
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(*leading, N)],
+            output_dtypes=[out_dtype],
+        )[0]
     nt = 1 if M <= 8 else 4
     return _dense(
         inputs=[x, *planes_of(planes)],
@@ -153,6 +176,25 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
         output_shapes=[(*leading, N)],
         output_dtypes=[out_dtype],
     )[0]
+
+
+def dense_few_plan(kernel: Kernel, M: int, format: str, N: int, K: int, groups: int):
+    """(template, grid, threads) of a launch of the body for few rows; None where it has no room."""
+    if M > 8 or not kernel.has_room:
+        return None
+    tiles, warps = ceil_div(N // groups, 16), split(ceil_div(N, 16), K // 128)
+    blocks = min(max(_DENSE_FEW_BLOCKS // groups, 1), tiles)
+    each = ceil_div(tiles, blocks)
+    rounds = ceil_div(each, _DENSE_FEW_WARPS // warps)
+    step, text = _dense_few_cuda.STEP_BYTES[format], _dense_few_cuda
+    room = kernel.shared_memory - M * (2 * K + text.PADDING) - text.GRID_BYTES * (format == "IQ2_XXS")
+    for teams in range(ceil_div(each, rounds), 0, -1):
+        steps = min((room // (teams * warps) - text.SUMS_BYTES) // step, 4)
+        if steps >= 2:
+            template = {"F": FORMAT_IDS[format], "S": warps, "TEAMS": teams, "STEPS": steps, "STEP_BYTES": step}
+            threads = 32 * warps * teams
+            return [*template.items(), ("G", groups)], (blocks * threads, groups, 1), threads
+    return None
 
 
 def takes_gate_up(format: str) -> bool:

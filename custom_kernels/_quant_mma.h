@@ -35,6 +35,7 @@ __device__ __forceinline__ int width_of(const Shape& shape, int ndim) { return s
 template <typename Shape>
 __device__ __forceinline__ int rows_of(const Shape& shape, int ndim) {
   int rows = 1;
+#pragma unroll 1  // two or three turns
   for (int i = 0; i < ndim - 1; i++) rows *= shape[i];
   return rows;
 }

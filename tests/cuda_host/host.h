@@ -241,6 +241,9 @@ static u32 read2_shared(u32 address) { return *(const uint16_t*)at_shared(addres
 static u32 read4_shared(u32 address) { return *(const u32*)at_shared(address); }
 static uint2 read8_shared(u32 address) { return *(const uint2*)at_shared(address); }
 static uint4 read16_shared(u32 address) { return *(const uint4*)at_shared(address); }
+static void read16_shared_if(bool condition, uint4& v, u32 address, int offset) {
+  if (condition) v = read16_shared(address + offset);
+}
 static void sync_team(int, int threads) {
   team_threads = threads;
   wait_for(TEAM);

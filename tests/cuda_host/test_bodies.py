@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels import (
+    _dense_few_cuda,
     _expand_cuda,
     _expert_tile_cuda,
     _kernel,
@@ -69,6 +70,55 @@ def test_grouped_product(on_cpu):
     assert compare(got, want, 1e-5)[0] is None
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Calls a function as on a card whose blocks have little shared memory: no body that asks for much has room."""
+
+    def call(fn):
+        with monkeypatch.context() as patch:
+            patch.setattr(_kernel, "block_bytes", lambda: 99 << 10)
+            return fn()
+
+    return call
+
+
+# Blocks at a time, weight rows of a group, width, groups: a team has one tile or several, or none; one, two, four and
+# eight warps share a tile, of which an outermost one may have no output; rings of four, three and two steps.
+FEW = [(1, 31, 768, 1), (2, 160, 256, 1), (4, 48, 2048, 2), (1, 80, 8192, 1)]
+EVERY = [(3, 200, 1280, 1), (2, 96, 512, 3)]
+
+
+@pytest.mark.parametrize(
+    ("format", "blocks", "outputs", "width", "groups"),
+    [*(("Q8_0", *shape) for shape in FEW), *((format, *shape) for format in FORMATS for shape in EVERY)],
+)
+def test_few_rows_in_shared_memory(on_cpu, monkeypatch, small_blocks, format, blocks, outputs, width, groups):
+    """The bits of the body that reads x from memory, for one, six and eight rows."""
+    if format == "FP8":
+        outputs = -(-outputs // 32) * 32
+    monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_BLOCKS", blocks * groups)
+    planes = random_planes(np.random.default_rng(16), format, groups * outputs, width)
+    x = rows_of(8, groups * width)
+    dense = functools.partial(_quant_cuda.dense, format=format, planes=planes, groups=groups, out_dtype=mx.float32)
+    want = small_blocks(lambda: run(lambda: dense(x)))
+    assert not mx.any(mx.isnan(want))
+    for rows in (slice(0, 8), slice(1, 7), slice(5, 6)):
+        assert mx.array_equal(run(lambda rows=rows: dense(x[rows])), want[rows])
+
+
+def test_bytes_of_a_step():
+    """The largest products of 8 rows leave rings of two steps; one that leaves none, and 9 rows, have another body."""
+    kernel = _quant_cuda._dense_few
+    plan = functools.partial(_quant_cuda.dense_few_plan, kernel, format="Q8_0", groups=1)
+    for M, N, K in ((1, 5120, 8192), (6, 5120, 8192), (8, 5120, 8192), (8, 32768, 1280), (1, 16, 128), (8, 16, 10240)):
+        template = dict(plan(M=M, N=N, K=K)[0])
+        warp = template["STEPS"] * template["STEP_BYTES"] + _dense_few_cuda.SUMS_BYTES
+        assert template["STEPS"] >= 2
+        held = M * (2 * K + _dense_few_cuda.PADDING)
+        assert template["S"] * template["TEAMS"] * warp + held <= kernel.shared_memory
+    assert plan(M=8, N=16, K=16384) is None and plan(M=9, N=32768, K=1280) is None
+
+
 def product_of(monkeypatch, x, format, planes, groups, dtype) -> tuple[str, mx.array]:
     """The kernel that the public operation launches on CUDA, and its result."""
     monkeypatch.setattr(quant_matmul, "backend", lambda: "cuda")
@@ -89,18 +139,20 @@ def test_many_rows_have_the_bits_of_few(on_cpu, monkeypatch, format, rows, outpu
     assert name == ("quant_matmul_mma" if format.endswith("_K") else "quant_matmul_tile")
     for some in (slice(0, 1), slice(64, 72), slice(rows - 100, rows)):
         few, want = product_of(monkeypatch, x[some], format, planes, 1, mx.float32)
-        assert few == "quant_matmul_mma" and mx.array_equal(got[some], want)
+        assert few == ("quant_matmul_mma" if want.shape[0] > 8 else "quant_matmul_few_mma")
+        assert mx.array_equal(got[some], want)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 131), (127, 131), (128, 127), (128, 131), (200, 136), (257, 300)])
-def test_ragged_tiles(on_cpu, monkeypatch, rows, outputs, dtype):
-    """Outputs that are no multiple of 8 are stored one by one; fewer than 128 of either take the other kernel."""
+def test_ragged_tiles(on_cpu, monkeypatch, small_blocks, rows, outputs, dtype):
+    """Outputs that are no multiple of 8 are stored one by one; fewer than 128 of either take other kernels."""
     planes = random_planes(np.random.default_rng(12), "Q8_0", outputs, 512)
     x = rows_of(rows, 512)
     name, got = product_of(monkeypatch, x, "Q8_0", planes, 1, dtype)
-    assert name == ("quant_matmul_tile" if min(rows, outputs) >= 128 else "quant_matmul_mma")
-    want = run(lambda: _quant_cuda.dense(x, "Q8_0", planes, groups=1, out_dtype=dtype))
+    few = "quant_matmul_few_mma" if rows <= 8 else "quant_matmul_mma"
+    assert name == ("quant_matmul_tile" if min(rows, outputs) >= 128 else few)
+    want = small_blocks(lambda: run(lambda: _quant_cuda.dense(x, "Q8_0", planes, groups=1, out_dtype=dtype)))
     assert got.dtype == dtype and mx.array_equal(got, want)
 
 
@@ -301,14 +353,18 @@ def test_partial_sums_of_many_rows(on_cpu, rows, M, C):
 
 
 @pytest.mark.parametrize(("M", "C", "width"), [(4, 40, 128), (2, 72, 1024), (1, 16, 256), (4, 40, 2048), (4, 33, 4096)])
-def test_projection_that_expands(on_cpu, M, C, width):
-    """One, two, four and eight warps for 16 rows; one row alone as among three."""
+def test_projection_that_expands(on_cpu, monkeypatch, small_blocks, M, C, width):
+    """One, two, four and eight warps for 16 rows; one row alone as among three; with x in shared memory and without."""
+    monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_BLOCKS", 2)
     weight = ("Q8_0", random_planes(np.random.default_rng(9), "Q8_0", C, width))
     x, (h, mix) = rows_of(3, width), streams_of(3, M, C)
     got = run(lambda: _expand_cuda.project(x, weight, h, mix))
     y = run(lambda: _quant_cuda.dense(x, *weight, groups=1, out_dtype=mx.bfloat16))
     assert mx.array_equal(got, expanded(y, h, mix))
-    assert mx.array_equal(run(lambda: _expand_cuda.project(x[1:2], weight, h[1:2], mix[1:2])), got[1:2])
+    for call in (lambda fn: fn(), small_blocks):
+        alone = call(lambda: run(lambda: _expand_cuda.project(x[1:2], weight, h[1:2], mix[1:2])))
+        assert mx.array_equal(alone, got[1:2])
+    assert mx.array_equal(small_blocks(lambda: run(lambda: _expand_cuda.project(x, weight, h, mix))), got)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8])
@@ -338,6 +394,7 @@ def test_small_blocks_leave_the_large_bodies_alone(monkeypatch):
             expert_matmul.expert_swiglu(x, gate, gate, chosen, mx.ones((2, 1)), limit=10.0)
     assert names == {99: "expert_gate_up", 163: "expert_swiglu_few_wide_mma", 227: "expert_swiglu_few_wide_mma"}
     fits = {k.name for k in all_kernels() if k.shared_memory and k.has_room}
-    assert {"quant_matmul_tile", "sparse_attention_few", *names.values()} - {"expert_gate_up"} <= fits
+    large = {"quant_matmul_tile", "quant_matmul_few_mma", "expand_project_few_mma", "sparse_attention_few"}
+    assert large | set(names.values()) - {"expert_gate_up"} <= fits
     monkeypatch.setattr(_kernel, "block_bytes", lambda: 163 << 10)
     assert not sparse_attention._few_kernel.has_room
