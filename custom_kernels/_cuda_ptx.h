@@ -19,14 +19,15 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// a times one half of b, which costs no instruction more where `high` is known.
-__device__ __forceinline__ u32 mul2_by_half(u32 a, u32 b, bool high) {
+// One half of b in both halves, which costs no instruction where it is used if `high` is known.
+__device__ __forceinline__ u32 half_twice(u32 b, bool high) {
   u32 lows, highs;
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}"
       : "=r"(lows), "=r"(highs)
       : "r"(b));
-  return mul2(a, high ? highs : lows);
+  return high ? highs : lows;
 }
+__device__ __forceinline__ u32 mul2_by_half(u32 a, u32 b, bool high) { return mul2(a, half_twice(b, high)); }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   u32 r;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));

@@ -23,10 +23,11 @@ DOWN_FEW_SOURCE = (
     }
     __shared__ uint4 rings[S * RING / 16];
     __shared__ uint4 held[HELD / 16];
-    const u32 ring = ring_of(rings, warp);
+    const u32 ring = ring_of(rings, __shfl_sync(~0u, warp, 0));
     const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16;
     const int pitch = K + 32;  // of the pairs' activations: neighbours in different banks
-    const unsigned long long firsts = first_of_every(max(HELD / 2 / pitch, 1));
+    constexpr int group = HELD_ROWS > 0 ? HELD_ROWS : 1;  // pairs at most
+    const unsigned long long firsts = first_of_every(group);
     const int groups = __popcll(firsts);
     // A group has as few parts as take no more rounds than its share of the blocks would; the shared matrix, which is
     // about the work of a group, has the blocks left.
@@ -42,19 +43,13 @@ DOWN_FEW_SOURCE = (
       const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
       const int first = pair_of(firsts, k), expert = expert_of(first);
       const unsigned long long riders = chosen_by(expert) >> first << first;  // and those of later groups
-      const int count = min(__popcll(riders), max(HELD / 2 / pitch, 1)), units = K / W::UNIT, half = (units + 1) / 2;
-      const bool fits = 2 * pitch <= HELD;
+      const int count = min(__popcll(riders), group), units = K / W::UNIT, half = (units + 1) / 2;
       const int pair = pair_of(riders, min(g, count - 1));  // of the lane's column of x
-      for (int n = 0; fits && n < count; n++) {
+      for (int n = 0; HELD_ROWS > 0 && n < count; n++) {
         const bf16* const row = (const bf16*)x + (size_t)__shfl_sync(~0u, pair, 4 * n) * K;
         for (int i = threadIdx.x; i < K / 8; i += 32 * S) copy16_async(held + n * pitch / 8 + i, row + 8 * i);
       }
       commit_copies();
-      const bf16* const row =
-          (fits ? (const bf16*)held + min(g, count - 1) * pitch : (const bf16*)x + (size_t)pair * K) +
-          t * W::LANE_COLUMNS;
-      // of its columns of results
-      const int pair0 = __shfl_sync(~0u, pair, 8 * t), pair1 = __shfl_sync(~0u, pair, 8 * t + 4);
       auto run_of = [&](int tile) { return Run{(size_t)expert * N, tile, N, K, 0, 1, units}; };
       Stream<W, 1> stream(ring, 1);
       int sent = from + warp;
@@ -67,8 +62,10 @@ DOWN_FEW_SOURCE = (
       stream.fill(next);
       wait_for_copies_but<Stream<W, 1>::D>();
       __syncthreads();
+      typename Either<(HELD_ROWS > 0), RowInShared<W>, RowInMemory<W>>::type columns(
+          (HELD_ROWS > 0 ? (const bf16*)held + min(g, count - 1) * pitch : (const bf16*)x + (size_t)pair * K) +
+          t * W::LANE_COLUMNS);
       for (int tile = from + warp; tile < until; tile += S) {
-        PlainRow columns = {row, g < count};
         float sum[4] = {-0.f, -0.f, -0.f, -0.f};
 #pragma unroll 1
         for (int h = 0; h < 2; h++) {
@@ -77,12 +74,14 @@ DOWN_FEW_SOURCE = (
           run.end = h ? units : half;
           float acc[1][4];
           clear(acc);
-          stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool) {
+          stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool last) {
+            columns.go_on(last && run.end == units);
             now[0].multiply(acc, columns, t, grid_s);
-            columns.p += W::UNIT;
           });
           for (int c = 0; c < 4; c++) sum[c] += acc[0][c];
         }
+        // The pairs of its columns of results, which would take registers before.
+        const int pair0 = __shfl_sync(~0u, pair, 8 * t), pair1 = __shfl_sync(~0u, pair, 8 * t + 4);
         for (int c = 0; c < 4; c++) {
           const int n = 2 * t + (c & 1), r = 16 * tile + g + 8 * (c >> 1);
           if (n < count && r < N) y[(size_t)(c & 1 ? pair1 : pair0) * N + r] = bf16(sum[c]);

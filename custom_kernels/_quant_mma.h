@@ -261,7 +261,7 @@ struct Weight<Q4_K> {
 // dmin make up for.
 template <>
 struct Weight<Q2_K> {
-  static constexpr int FORMAT = Q2_K, UNIT = 256, CODES = 64, SCALES = 16, SUPERS = 4, PIECE = 16, SWIZZLE = 2;
+  static constexpr int FORMAT = Q2_K, UNIT = 256, CODES = 64, SCALES = 16, SUPERS = 4, PIECE = 16, SWIZZLE = 0;
   static constexpr int LANE_CODES = 8, LANE_SCALES = 0, LANE_COLUMNS = 8;
   uint2 q[2][2];
   uint4 s[2];
@@ -287,17 +287,18 @@ struct Weight<Q2_K> {
     for (int j = 0; j < 8; j++) {
       const int place = 2 * (j & 3);  // of a code in its byte, which therefore is code 2^(place - 133)
       const u32 mask = 0x00030003u << place;
-      u32 a[2][4], m[2];
+      u32 a[2][4], m[4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         if (j % 2 == 0) {  // scales, 4 bits, as their multiples of 2^(120 - place): 2^(127 - place) more, and less
           const u32 word = j == 0 ? s[r].x : j == 2 ? s[r].y : j == 4 ? s[r].z : s[r].w;
-          const u32 more = __byte_perm(word & 0x0f0f0f0fu, 0x7c7d7e7f, own + (j & 2 ? 0x7260 : 0x5240));
-          scales[r] = sub2(more, j & 2 ? 0x7c007d00u : 0x7e007f00u);
-          lows[r] = __byte_perm(word, 0, own + 0x4240) & 0x00f000f0u;
+          const u32 both = __byte_perm(word, 0x7c7d7e7f, own + (j & 2 ? 0x7260 : 0x5240));
+          scales[r] = sub2(both & 0xff0fff0fu, j & 2 ? 0x7c007d00u : 0x7e007f00u);
+          lows[r] = both & 0x00f000f0u;
         }
         const uint2 w = q[r][j / 4];
         m[r] = mul2_by_half(0x7b807b80u, lows[r], j & 1);
+        m[2 + r] = fma2(0x7b807b80u, half_twice(lows[r], j & 1), 0x80008000u);
         a[r][0] = mul2_by_half(__byte_perm(w.x, 0, 0x4140) & mask, scales[r], j & 1);
         a[r][1] = mul2_by_half(__byte_perm(w.x, 0, 0x4342) & mask, scales[r], j & 1);
         a[r][2] = mul2_by_half(__byte_perm(w.y, 0, 0x4140) & mask, scales[r], j & 1);
@@ -307,8 +308,8 @@ struct Weight<Q2_K> {
       for (int i = 0; i < NT; i++) {
         uint4 v = x.octet(i, 32 * j);
         add_block(p[i], a, v);
-        mma(minima[i], m[0], m[1], m[0], m[1], v.x, v.y);
-        mma(minima[i], m[0], m[1], m[0], m[1], v.z, v.w);
+        mma(minima[i], m[0], m[1], m[2], m[3], v.x, v.y);
+        mma(minima[i], m[0], m[1], m[2], m[3], v.z, v.w);
       }
       x.done(32 * j);
     }

@@ -13,16 +13,33 @@ __device__ __forceinline__ u32 ring_of(const void* rings, int warp) { return sha
 
 template <class W>
 struct Slot {
+  // Q2_K: a row's planes lie together instead, in three quarters of four banks' width, so that four rows' octets of codes
+  // lie in different banks, and addresses differ by constants.
+  static constexpr bool ROWS = W::FORMAT == Q2_K;
+  static constexpr int PITCH = 96;  // of such a row
   static constexpr int ROW = W::PIECE ? W::SCALES : 4;  // bytes of a row's scales
-  static constexpr int CODES = 16 * W::CODES, SCALES = W::FORMAT == FP8 ? 16 : 16 * ROW;
-  static constexpr int SUPERS = 16 * W::SUPERS, BYTES = CODES + SCALES + SUPERS;
+  static constexpr int CODES = 16 * W::CODES, SCALES = W::FORMAT == FP8 ? 16 : 16 * ROW, SUPERS = 16 * W::SUPERS;
+  static constexpr int BYTES = ROWS ? 16 * PITCH : CODES + SCALES + SUPERS;
+  static_assert(!ROWS || W::CODES + W::SCALES + W::SUPERS <= PITCH, "");
+  // How far rows lie apart in each plane, and where the planes of matrix m of MS begin.
+  static constexpr int CODES_ROW = ROWS ? PITCH : W::CODES, SCALES_ROW = ROWS ? PITCH : ROW;
+  static constexpr int SUPERS_ROW = ROWS ? PITCH : W::SUPERS;
+  static __device__ __forceinline__ constexpr int codes_at(int m) { return m * (ROWS ? BYTES : CODES); }
+  static __device__ __forceinline__ constexpr int scales_at(int m, int MS) {
+    return ROWS ? m * BYTES + W::CODES : MS * CODES + m * SCALES;
+  }
+  static __device__ __forceinline__ constexpr int supers_at(int m, int MS) {
+    return ROWS ? m * BYTES + W::CODES + W::SCALES : MS * (CODES + SCALES) + m * SUPERS;
+  }
   static __device__ __forceinline__ int moved(int row) { return (row & W::SWIZZLE) * (W::CODES / 4); }
 };
 
-// Copies BYTES of each of ROWS rows a step, in pieces that the lanes take in turn.
-template <int BYTES, int PIECE, int ROWS, class Place>
+// Copies BYTES of each of ROWS rows a step, in pieces that the lanes take in turn, to rows PITCH apart.
+template <int BYTES, int PIECE, int ROWS, int PITCH, class Place>
 struct PlaneCopies {
   static constexpr int PIECES = BYTES / PIECE, ALL = ROWS * PIECES, EACH = (ALL + 31) / 32;
+  static_assert(PITCH == BYTES || 32 % PIECES == 0, "");
+  static constexpr int APART = PITCH == BYTES ? 32 * PIECE : 32 / PIECES * PITCH;  // a lane's pieces, in the ring
   const unsigned char* from;  // of this lane's first piece, in unit 0
   int after[EACH];            // how far the others lie behind it
   // The lane's first; where there are too few, lanes repeat them, which costs less than a branch.
@@ -39,12 +56,12 @@ struct PlaneCopies {
     from = plane + at[0];
   }
   __device__ __forceinline__ void copy(u32 to, int unit) const {
-    const unsigned char* const first = from + unit * BYTES;
-    // Pieces lie one behind another; rows 32 pieces apart are moved alike.
-    const u32 at = to + ((piece() * PIECE) ^ Place::moved(piece() / PIECES));
+    const unsigned char* const first = from + (unsigned long long)(u32)unit * BYTES;
+    // Pieces lie one behind another, except between rows; rows 32 pieces apart are moved alike.
+    const u32 at = to + piece() / PIECES * PITCH + ((piece() % PIECES * PIECE) ^ Place::moved(piece() / PIECES));
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + 32 * PIECE * i, i == 0 ? first : first + after[i]);
+      if (ALL < 32 || piece() + 32 * i < ALL) copy_async<PIECE>(at + APART * i, i == 0 ? first : first + after[i]);
   }
 };
 struct InOrder {
@@ -92,26 +109,26 @@ struct InRing {
   static __device__ __forceinline__ u32 scales_of_lane(int half) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     if (W::FORMAT == FP8) return 0;
-    return g * Slot<W>::ROW + (W::FORMAT == IQ2_XXS ? 2 * half : t * W::LANE_SCALES);
+    return g * Slot<W>::SCALES_ROW + (W::FORMAT == IQ2_XXS ? 2 * half : t * W::LANE_SCALES);
   }
   __device__ __forceinline__ InRing(u32 codes, u32 scales, u32 supers) : codes(codes), scales(scales) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    lane = g * W::CODES + ((t * W::LANE_CODES) ^ Slot<W>::moved(g));
-    this->supers = supers + g * W::SUPERS;
+    lane = g * Slot<W>::CODES_ROW + ((t * W::LANE_CODES) ^ Slot<W>::moved(g));
+    this->supers = supers + g * Slot<W>::SUPERS_ROW;
   }
   __device__ __forceinline__ u32 place(int r, int i) const {
-    return codes + 8 * r * W::CODES + (W::SWIZZLE ? lane ^ i : lane + i);
+    return codes + 8 * r * Slot<W>::CODES_ROW + (W::SWIZZLE ? lane ^ i : lane + i);
   }
   __device__ __forceinline__ uint2 codes8(int r, int i) const { return read8_shared(place(r, i)); }
   __device__ __forceinline__ uint4 codes16(int r, int i) const { return read16_shared(place(r, i)); }
-  __device__ __forceinline__ uint2 scales8(int r) const { return read8_shared(scales + 8 * r * Slot<W>::ROW); }
-  __device__ __forceinline__ uint4 scales16(int r) const { return read16_shared(scales + 8 * r * Slot<W>::ROW); }
+  __device__ __forceinline__ uint2 scales8(int r) const { return read8_shared(scales + 8 * r * Slot<W>::SCALES_ROW); }
+  __device__ __forceinline__ uint4 scales16(int r) const { return read16_shared(scales + 8 * r * Slot<W>::SCALES_ROW); }
   __device__ __forceinline__ u32 scales4(int r, int i) const {
-    return read4_shared(scales + 8 * r * Slot<W>::ROW + i);
+    return read4_shared(scales + 8 * r * Slot<W>::SCALES_ROW + i);
   }
-  __device__ __forceinline__ u32 scale1(int r) const { return read1_shared(scales + 8 * r * Slot<W>::ROW); }
-  __device__ __forceinline__ u32 half(int r, int) const { return read2_shared(scales + 8 * r * Slot<W>::ROW); }
-  __device__ __forceinline__ u32 super(int r) const { return read4_shared(supers + 8 * r * W::SUPERS); }
+  __device__ __forceinline__ u32 scale1(int r) const { return read1_shared(scales + 8 * r * Slot<W>::SCALES_ROW); }
+  __device__ __forceinline__ u32 half(int r, int) const { return read2_shared(scales + 8 * r * Slot<W>::SCALES_ROW); }
+  __device__ __forceinline__ u32 super(int r) const { return read4_shared(supers + 8 * r * Slot<W>::SUPERS_ROW); }
 };
 
 // A run of a warp's steps: units first, first + step, .. below `end` of the 16 rows from base + 16 tile on, of N.
@@ -141,16 +158,38 @@ struct HeldRow {
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
-// One row of x a column, read as it is used where it lies, in shared memory. A column without a row has zeros, as lanes
-// that read nothing cost no bandwidth.
-struct PlainRow {
-  const bf16* p;
-  bool real;
-  __device__ __forceinline__ uint4 octet(int, int column) const {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (real) v = *(const uint4*)(p + column);
-    return v;
+// One row of x a column, again for each tile. go_on() comes before a step; it says whether the next begins a tile. A
+// column without a row of its own has that of another, which costs no bandwidth. Here the row is in shared memory, where
+// octets are read AHEAD of their use.
+template <class W>
+struct RowInShared {
+  static constexpr int APART = HeldRow<W>::APART, OCTETS = HeldRow<W>::OCTETS, AHEAD = 2;
+  uint4 v[AHEAD];
+  u32 row, at, next;  // where it begins, and its octets of this step and of the next lie
+  __device__ __forceinline__ explicit RowInShared(const bf16* p) : row(shared_address(p)), at(row), next(row) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) v[i] = read16_shared(row + 2 * APART * i);
   }
+  __device__ __forceinline__ void go_on(bool begins) {
+    at = next;
+    next = begins ? row : at + 2 * W::UNIT;
+  }
+  __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART % AHEAD]; }
+  __device__ __forceinline__ void done(int column) {
+    const int i = column / APART + AHEAD;
+    v[i % AHEAD] = read16_shared((i < OCTETS ? at : next) + 2 * APART * (i % OCTETS));
+  }
+};
+// And here in global memory.
+template <class W>
+struct RowInMemory {
+  const bf16 *row, *at, *next;
+  __device__ __forceinline__ explicit RowInMemory(const bf16* p) : row(p), at(p), next(p) {}
+  __device__ __forceinline__ void go_on(bool begins) {
+    at = next;
+    next = begins ? row : at + W::UNIT;
+  }
+  __device__ __forceinline__ uint4 octet(int, int column) const { return __ldg((const uint4*)(at + column)); }
   __device__ __forceinline__ void done(int) const {}
 };
 
@@ -160,14 +199,14 @@ struct PlainRow {
 template <class W, int MS, int STEP = 0, int BYTES = RING>
 struct Stream {
   static constexpr int F = W::FORMAT, SIZE = MS * Slot<W>::BYTES, D = BYTES / SIZE < 4 ? BYTES / SIZE : 4;
-  static constexpr int SCALES = MS * Slot<W>::CODES, SUPERS = SCALES + MS * Slot<W>::SCALES;  // where they lie
   static_assert(D > 0 && SIZE % 16 == 0, "");
   typedef HalfCopies<W, MS, STEP> Halves;
   struct Matrix {
-    PlaneCopies<W::CODES, 16, 16, Slot<W>> codes;
-    typedef PlaneCopies<W::SCALES, W::PIECE ? W::PIECE : 4, F == FP8 ? 1 : 16, InOrder> Scales;
+    typedef Slot<W> At;
+    PlaneCopies<W::CODES, 16, 16, At::CODES_ROW, At> codes;
+    typedef PlaneCopies<W::SCALES, W::PIECE ? W::PIECE : 4, F == FP8 ? 1 : 16, At::SCALES_ROW, InOrder> Scales;
     typename Either<F == IQ2_XXS, NoCopies, Scales>::type scales;
-    typename Either<W::SUPERS != 0, PlaneCopies<4, 4, 16, InOrder>, NoCopies>::type supers;
+    typename Either<W::SUPERS != 0, PlaneCopies<4, 4, 16, At::SUPERS_ROW, InOrder>, NoCopies>::type supers;
   };
   Matrix from[MS];
   typename Either<F == IQ2_XXS, Halves, NoCopies>::type halves;
@@ -200,11 +239,11 @@ struct Stream {
     if (unit < end) {
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        from[m].codes.copy(ring + at + m * Slot<W>::CODES, unit);
-        from[m].scales.copy(ring + at + SCALES + m * Slot<W>::SCALES, unit);
-        from[m].supers.copy(ring + at + SUPERS + m * Slot<W>::SUPERS, unit);
+        from[m].codes.copy(ring + at + Slot<W>::codes_at(m), unit);
+        from[m].scales.copy(ring + at + Slot<W>::scales_at(m, MS), unit);
+        from[m].supers.copy(ring + at + Slot<W>::supers_at(m, MS), unit);
       }
-      halves.copy(ring + at + SCALES, unit);
+      halves.copy(ring + at + Slot<W>::scales_at(0, MS), unit);
       unit += step;
     }
     commit_copies();
@@ -237,8 +276,8 @@ struct Stream {
         if (!Halves::SAME_HALF) of_scales[m] = InRing<W>::scales_of_lane(half_of(m, unit));
         const u32 slot = ring + at;
         const InRing<W> from(
-            slot + m * Slot<W>::CODES, slot + SCALES + m * Slot<W>::SCALES + of_scales[m],
-            slot + SUPERS + m * Slot<W>::SUPERS);
+            slot + Slot<W>::codes_at(m), slot + Slot<W>::scales_at(m, MS) + of_scales[m],
+            slot + Slot<W>::supers_at(m, MS));
         now[m].load(from, unit);
       }
       if (EARLY) {

@@ -184,9 +184,8 @@ static float high_half(u32 w) { return bits_as<float>(w & 0xffff0000u); }
 static u32 pack(float low, float high) { return __nv_bfloat16(low).bits | u32(__nv_bfloat16(high).bits) << 16; }
 static u32 sub2(u32 a, u32 b) { return pack(low_half(a) - low_half(b), high_half(a) - high_half(b)); }
 static u32 mul2(u32 a, u32 b) { return pack(low_half(a) * low_half(b), high_half(a) * high_half(b)); }
-static u32 mul2_by_half(u32 a, u32 b, bool high) {
-  return mul2(a, high ? (b & 0xffff0000u) | b >> 16 : b << 16 | (b & 0xffff));
-}
+static u32 half_twice(u32 b, bool high) { return high ? (b & 0xffff0000u) | b >> 16 : b << 16 | (b & 0xffff); }
+static u32 mul2_by_half(u32 a, u32 b, bool high) { return mul2(a, half_twice(b, high)); }
 static u32 fma2(u32 a, u32 b, u32 c) {
   return pack(
       fmaf(low_half(a), low_half(b), low_half(c)), fmaf(high_half(a), high_half(b), high_half(c)));
