@@ -115,6 +115,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 __device__ __forceinline__ void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
+// 16 bytes, or zeros: then from any address of the array.
+__device__ __forceinline__ void copy16_async_or_zeros(void* to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest GROUPS groups of this thread are there.
 template <int GROUPS>
@@ -133,18 +138,18 @@ __device__ __forceinline__ int draw_ticket(int* counter) {
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(r) : "l"(counter) : "memory");
   return r;
 }
-__device__ __forceinline__ u32 read4_fresh(const void* p) {
-  u32 r;
-  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
-  return r;
-}
-__device__ __forceinline__ uint4 read16_fresh(const void* p) {
-  uint4 r;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "l"(p)
+__device__ __forceinline__ void read4_fresh_if(bool condition, float& v, const void* p) {
+  asm volatile("{.reg .pred yes; setp.ne.u32 yes, %2, 0; @yes ld.global.cg.f32 %0, [%1];}"
+               : "+f"(v)
+               : "l"(p), "r"((u32)condition)
                : "memory");
-  return r;
+}
+__device__ __forceinline__ void read16_fresh_if(bool condition, uint4& v, const void* p) {
+  asm volatile(
+      "{.reg .pred yes; setp.ne.u32 yes, %5, 0; @yes ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"((u32)condition)
+      : "memory");
 }
 
 // 16 bytes into v, or v as it is.

@@ -58,50 +58,65 @@ SOURCE = (
 """
     + SOURCES
     + """
-    const int count = near_count + far_count, blocks = (count + 63) / 64, groups = (heads + HEADS - 1) / HEADS;
-    const int block = blockIdx.x % blocks, ticket = blockIdx.x / blocks, slice = ticket % SLICES;
-    const int row = ticket / SLICES / groups, head0 = ticket / SLICES % groups * HEADS, batch = row / length;
+    const int count = near_count + far_count, blocks = gridDim.x, block = blockIdx.x;
+    const int slice = blockIdx.y % SLICES, head0 = blockIdx.y / SLICES * HEADS, row = blockIdx.z;
+    const int batch = gridDim.z == length ? 0 : row / length, ticket = row * gridDim.y + blockIdx.y;
     const size_t out = ((size_t)row * heads + head0) * D;
-    const size_t at_turn = (size_t)(row % length) * TURN;
+    const size_t at_turn = (size_t)(row - batch * length) * TURN;
     // 16 bytes of a query lie where no two of those that are read together share a bank.
     const auto place = [](int row, int chunk) { return row * (D / 8) + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))); };
-    const auto find_rows = [&](int first) {
+    constexpr int LISTED = (64 * BLOCKS + 255) / 256;  // by a thread
+    int id[LISTED];
+    const auto read_list = [&](int first) {
+      const int* const of_near = near_list + (size_t)row * near_count;
+      const int* const of_far = far_list + (size_t)row * far_count - near_count;
       #pragma unroll
-      for (int i = threadIdx.x; i < 64 * BLOCKS; i += 256) {
-        const int p = 64 * first + i;
-        const bool is_near = p < near_count;
-        int id = -1;
-        if (is_near) id = near_list[(size_t)row * near_count + p];
-        else if (p < count) id = far_list[(size_t)row * far_count + p - near_count];
-        const bool is_recent = SPLIT && !is_near && id >= start;
-        const bf16* const from = (is_near ? near : is_recent ? recent : far)
-            + ((size_t)batch * (is_near ? near_rows : is_recent ? recent_rows : far_rows)
-               + (is_recent ? id - start : id)) * D;
-        listed[i] = id >= 0 && id < (is_near ? near_rows : start + recent_rows) ? from : nullptr;
+      for (int n = 0; n < LISTED; n++) {
+        const int p = 64 * first + threadIdx.x + 256 * n;
+        id[n] = p < count ? __ldg((p < near_count ? of_near : of_far) + p) : -1;
+      }
+    };
+    const auto find_rows = [&](int first) {
+      const bf16* const of_near = near + (size_t)batch * near_rows * D;
+      const bf16* const of_far = far + (size_t)batch * far_rows * D;
+      const bf16* const of_recent = SPLIT ? recent + ((long long)batch * recent_rows - start) * D : of_far;
+      #pragma unroll
+      for (int n = 0; n < LISTED; n++) {
+        const int i = threadIdx.x + 256 * n;
+        const bool is_near = 64 * first + i < near_count, there = id[n] < (is_near ? near_rows : start + recent_rows);
+        const bf16* const from = is_near ? of_near : SPLIT && id[n] >= start ? of_recent : of_far;
+        if (64 * BLOCKS % 256 == 0 || i < 64 * BLOCKS) listed[i] = there && id[n] >= 0 ? from + (long long)id[n] * D : nullptr;
       }
     };
 
     // ---- scores of one block; all reads before the barrier are on their way together
-    constexpr int WORDS = (HEADS * (D / 8) + 255) / 256;
+    read_list(block / BLOCKS * BLOCKS);
+    constexpr int AT_ONCE = 256 / (D / 8), WORDS = (HEADS + AT_ONCE - 1) / AT_ONCE;  // heads; a thread has one chunk of each
+    const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8), first_pair = 4 * chunk - (D / 2 - TURN);
     uint4 word[WORDS];
     #pragma unroll
     for (int n = 0; n < WORDS; n++) {
-      const int i = threadIdx.x + 256 * n, head = i / (D / 8), c = i % (D / 8);
-      word[n] = octet(q + out + (size_t)head * D + 8 * c, head < HEADS && head0 + head < heads);
+      const int head = first_head + AT_ONCE * n;
+      word[n] = octet(q + out + head * D + 8 * chunk, (HEADS % AT_ONCE == 0 || head < HEADS) && head0 + head < heads);
+    }
+    float c[4] = {}, s[4] = {};
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (!TURN_QUERIES || first_pair + j < 0) continue;
+      c[j] = cosine[at_turn + first_pair + j];
+      s[j] = sine[at_turn + first_pair + j];
     }
     find_rows(block / BLOCKS * BLOCKS);
     #pragma unroll
     for (int n = 0; n < WORDS; n++) {
-      const int i = threadIdx.x + 256 * n, head = i / (D / 8), c = i % (D / 8);
-      if (TURN_QUERIES && 8 * c + 8 > D - 2 * TURN) {
-        bf16* const x = (bf16*)&word[n];
+      const int head = first_head + AT_ONCE * n;
+      bf16* const x = (bf16*)&word[n];
+      if (TURN_QUERIES && first_pair + 3 >= 0) {
         #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int pair = 4 * c + j - (D / 2 - TURN);
-          if (pair >= 0) turn(x[2 * j], x[2 * j + 1], cosine[at_turn + pair], sine[at_turn + pair]);
-        }
+        for (int j = 0; j < 4; j++)
+          if (first_pair + j >= 0) turn(x[2 * j], x[2 * j + 1], c[j], s[j]);
       }
-      if (head < HEADS) queries[place(head, c)] = word[n];
+      if (HEADS % AT_ONCE == 0 || head < HEADS) queries[place(head, chunk)] = word[n];
     }
     __syncthreads();
     const bf16* const* const own = listed + block % BLOCKS * 64;
@@ -136,7 +151,7 @@ SOURCE = (
     __syncthreads();
     #pragma unroll
     for (int m = 0; m < MT; m++) {
-      float* const to = scores + ((size_t)blockIdx.x * MT + m) * OF_TILE;
+      float* const to = scores + ((size_t)(ticket * blocks + block) * MT + m) * OF_TILE;
       uint4 both;  // of each head, the scores of entries lane and lane + 32
       float* const s = (float*)&both;
       #pragma unroll
@@ -162,35 +177,48 @@ SOURCE = (
     if (threadIdx.x == 0) *drawn = 0;
 
     float acc[MT][TILES][4] = {};
+    const bool has_channels = TILES * 8 == CHUNKS || TILES * warp < CHUNKS;
     const int half = lane >> 4, b = lane & 15;  // of its warp's two heads and of the blocks, what a lane has of them
     for (int first = 0; first < blocks; first += BLOCKS) {
       const int here = min(BLOCKS, blocks - first);
       if (blocks > BLOCKS) {
+        read_list(first);
         __syncthreads();
         find_rows(first);
         __syncthreads();
       }
-      uint4 both[BLOCKS];
+      uint4 both[BLOCKS] = {};
       float most;
       const auto read_scores = [&](int m) {
         const float* const from = scores + ((size_t)(ticket * blocks + first) * MT + m) * OF_TILE;
-        most = b < here ? __int_as_float(read4_fresh(from + b * MT * OF_TILE + 1024 + 2 * warp + half)) : NO_SCORE;
+        most = NO_SCORE;
+        read4_fresh_if(b < here, most, from + b * MT * OF_TILE + 1024 + 2 * warp + half);
         #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) both[i] = read16_fresh(from + min(i, here - 1) * MT * OF_TILE + 4 * threadIdx.x);
+        for (int i = 0; i < BLOCKS; i++) read16_fresh_if(i < here, both[i], from + i * MT * OF_TILE + 4 * threadIdx.x);
       };
       const auto keep = [](int row, int chunk) { return row * CHUNKS + (chunk ^ (row & (CHUNKS < 8 ? CHUNKS - 1 : 7))); };
       const auto send = [&](int stage, int slot) {
+        constexpr int AT_ONCE = 256 / CHUNKS;  // entries; a thread has one chunk of each
         uint4* const to = (uint4*)ring + slot * STAGE * CHUNKS;
+        const int c = threadIdx.x % CHUNKS;
+        constexpr int COPIES = (STAGE + AT_ONCE - 1) / AT_ONCE;
+        const bf16* from[COPIES];
         #pragma unroll
-        for (int i = threadIdx.x; i < STAGE * CHUNKS; i += 256) {
-          const int e = i / CHUNKS, c = i % CHUNKS;
-          const bf16* const from = listed[STAGE * stage + e];
-          if (from) copy16_async(to + keep(e, c), from + slice * WIDTH + 8 * c);
-          else to[keep(e, c)] = make_uint4(0, 0, 0, 0);  // a probability of 0 times what lay there may be NaN
+        for (int n = 0; n < COPIES; n++) {
+          const int e = threadIdx.x / CHUNKS + AT_ONCE * n;
+          from[n] = STAGE % AT_ONCE == 0 || e < STAGE ? listed[STAGE * stage + e] : nullptr;
+        }
+        #pragma unroll
+        for (int n = 0; n < COPIES; n++) {  // zeros for no row: a probability of 0 times what lay there may be NaN
+          const int e = threadIdx.x / CHUNKS + AT_ONCE * n;
+          const bf16* const there = from[n] ? from[n] : far;
+          if (STAGE % AT_ONCE == 0 || e < STAGE)
+            copy16_async_or_zeros(to + keep(e, c), there + slice * WIDTH + 8 * c, from[n] != nullptr);
         }
       };
       const int stages = here * 64 / STAGE;
       read_scores(0);
+      #pragma unroll
       for (int stage = 0; stage < STAGES - 1; stage++) {
         if (stage < stages) send(stage, stage);
         commit_copies();
@@ -231,9 +259,11 @@ SOURCE = (
           }
         }
         #pragma unroll
-        for (int apart = 8; apart > 0; apart /= 2) {
+        for (int step = 3; step >= 0; step--) {
+          const int apart = 1 << step;
           #pragma unroll
-          for (int i = 0; i < apart; i++) {
+          for (int i = 0; i < 8; i++) {
+            if (i >= apart) continue;
             const bool two = i + apart < BLOCKS, up = two && (lane & apart);
             const float mine = up ? sum[i + apart] : sum[i], others = two && !up ? sum[i + apart] : sum[i];
             sum[i] = mine + __shfl_xor_sync(0xffffffffu, others, apart);
@@ -258,12 +288,8 @@ SOURCE = (
       for (int stage = 0; stage < stages; stage++) {
         wait_for_copies_but<STAGES - 2>();
         __syncthreads();
-        if (stage + STAGES - 1 < stages) send(stage + STAGES - 1, slot > 0 ? slot - 1 : STAGES - 1);
-        commit_copies();
         const uint4* const values = (const uint4*)ring + slot * STAGE * CHUNKS;
-        slot = slot + 1 < STAGES ? slot + 1 : 0;
-        if (TILES * warp >= CHUNKS) continue;
-        if (STAGE * stage % 64 == 0) {
+        if (has_channels && STAGE * stage % 64 == 0) {
           #pragma unroll
           for (int m = 0; m < MT; m++) {
             const float low = fades[STAGE * stage / 64][16 * m + g], high = fades[STAGE * stage / 64][16 * m + g + 8];
@@ -278,6 +304,7 @@ SOURCE = (
         }
         #pragma unroll
         for (int e = 0; e < STAGE; e += 32) {
+          if (!has_channels) continue;
           unsigned a[MT][8];
           #pragma unroll
           for (int m = 0; m < MT; m++) {
@@ -296,9 +323,13 @@ SOURCE = (
             }
           }
         }
+        const int before = slot > 0 ? slot - 1 : STAGES - 1;  // which all warps are done with
+        if (stage + STAGES - 1 < stages) send(stage + STAGES - 1, before);
+        commit_copies();
+        slot = slot + 1 < STAGES ? slot + 1 : 0;
       }
     }
-    if (TILES * warp >= CHUNKS) return;
+    if (!has_channels) return;
     #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int channel = slice * WIDTH + 8 * (TILES * warp + n) + 2 * t, pair = channel / 2 - (D / 2 - TURN);

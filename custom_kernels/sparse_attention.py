@@ -148,15 +148,15 @@ def _attend_few(arrays: list[mx.array], template: list[tuple], entries: int, tic
     rows, heads = q.shape[0] * q.shape[1], sinks.shape[0]
     tiles, slices = _sparse_attention_few_cuda.split(rows, heads, dict(template)["PAIRS"] * 64)
     tile = _sparse_attention_few_cuda.HEADS * tiles
-    blocks = rows * -(-heads // tile) * slices * -(-entries // _BLOCK)
+    blocks, shares = -(-entries // _BLOCK), -(-heads // tile) * slices
     if tickets is None:
         tickets = mx.zeros((ticket_count(rows, heads),), dtype=mx.int32)
     return _few_kernel(
         inputs=[*arrays, tickets],
         template=[("MT", tiles), ("SLICES", slices), *template],
-        grid=(blocks * 256, 1, 1),
+        grid=(blocks * 256, shares, rows),
         threadgroup=(256, 1, 1),
-        output_shapes=[q.shape, (blocks, tile * (_BLOCK + 1))],  # scores and the maximum of each head,
+        output_shapes=[q.shape, (rows * shares * blocks, tile * (_BLOCK + 1))],  # scores and the maximum of each head,
         output_dtypes=[mx.bfloat16, mx.float32],
     )[0]
 

@@ -273,6 +273,10 @@ static void copy_async(u32 to, const void* from) {
   copies[threadIdx.x].push_back({at_shared(to), from, BYTES, groups[threadIdx.x]});
 }
 static void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
+static void copy16_async_or_zeros(void* to, const void* from, bool present) {
+  static const uint4 zeros = {};
+  copy16_async(to, present ? from : &zeros);
+}
 static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {
   std::vector<Copy> later;
@@ -286,8 +290,12 @@ static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS);
 static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
 static void ask_for(const void*) {}
 static int draw_ticket(int* counter) { return (*counter)++; }
-static u32 read4_fresh(const void* p) { return *(const u32*)p; }
-static uint4 read16_fresh(const void* p) { return *(const uint4*)p; }
+static void read4_fresh_if(bool condition, float& v, const void* p) {
+  if (condition) v = *(const float*)p;
+}
+static void read16_fresh_if(bool condition, uint4& v, const void* p) {
+  if (condition) v = *(const uint4*)p;
+}
 static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }
