@@ -47,12 +47,13 @@ SOURCE = (
     constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;   // octets of channels of the slice, and of a warp
     constexpr int STAGE = WIDTH > 128 ? 32 : 64, ROOM = (BYTE_COUNT - HEADS * STRIDE * 2) / (STAGE * WIDTH * 2);
     constexpr int STAGES = ROOM < 5 ? ROOM : 5;                   // of the ring, of STAGE entries each
+    constexpr int LISTED = (64 * BLOCKS + 255) / 256;             // entries that a thread looks up
     constexpr int OF_TILE = 16 * 65;                              // 16 heads' scores and their maxima
     bf16* const chances = (bf16*)dynamic_shared();                // [HEADS][STRIDE]
     bf16* const ring = chances + HEADS * STRIDE;                  // [STAGES][STAGE][WIDTH]; before it is used:
     uint4* const queries = (uint4*)ring;                          // [HEADS][D / 8]
     float* const partial = (float*)(ring + HEADS * D);            // [2][HEADS][72]
-    __shared__ const bf16* listed[64 * BLOCKS];                   // the rows of a list, or null
+    __shared__ const bf16* listed[256 * LISTED];                  // the rows of a list, or null
     __shared__ float fades[BLOCKS][HEADS], peaks[HEADS], totals[HEADS], denominators[HEADS];
     __shared__ bool is_last;
 """
@@ -63,9 +64,11 @@ SOURCE = (
     const int batch = gridDim.z == length ? 0 : row / length, ticket = row * gridDim.y + blockIdx.y;
     const size_t out = ((size_t)row * heads + head0) * D;
     const size_t at_turn = (size_t)(row - batch * length) * TURN;
-    // 16 bytes of a query lie where no two of those that are read together share a bank.
-    const auto place = [](int row, int chunk) { return row * (D / 8) + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))); };
-    constexpr int LISTED = (64 * BLOCKS + 255) / 256;  // by a thread
+    // Words 2 w and 2 w + 1 of octet t of 32 channels c, of heads g and g + 8 of a tile, lie as a product takes them, and
+    // where no two that are written together share a bank.
+    const auto place = [](int tile, int c, int w, int g, int t) {
+      return ((tile * (D / 32) + c) * 2 + w) * 32 + (4 * g + t ^ (c & 1) << 2);
+    };
     int id[LISTED];
     const auto read_list = [&](int first) {
       const int* const of_near = near_list + (size_t)row * near_count;
@@ -85,19 +88,20 @@ SOURCE = (
         const int i = threadIdx.x + 256 * n;
         const bool is_near = 64 * first + i < near_count, there = id[n] < (is_near ? near_rows : start + recent_rows);
         const bf16* const from = is_near ? of_near : SPLIT && id[n] >= start ? of_recent : of_far;
-        if (64 * BLOCKS % 256 == 0 || i < 64 * BLOCKS) listed[i] = there && id[n] >= 0 ? from + (long long)id[n] * D : nullptr;
+        listed[i] = there && id[n] >= 0 ? from + (long long)id[n] * D : nullptr;
       }
     };
 
     // ---- scores of one block; all reads before the barrier are on their way together
     read_list(block / BLOCKS * BLOCKS);
-    constexpr int AT_ONCE = 256 / (D / 8), WORDS = (HEADS + AT_ONCE - 1) / AT_ONCE;  // heads; a thread has one chunk of each
+    constexpr int AT_ONCE = 256 / (D / 8), TURNS = (HEADS / 2 + AT_ONCE - 1) / AT_ONCE;  // pairs of heads g and g + 8
     const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8), first_pair = 4 * chunk - (D / 2 - TURN);
-    uint4 word[WORDS];
+    uint4 word[TURNS][2] = {};
     #pragma unroll
-    for (int n = 0; n < WORDS; n++) {
-      const int head = first_head + AT_ONCE * n;
-      word[n] = octet(q + out + head * D + 8 * chunk, (HEADS % AT_ONCE == 0 || head < HEADS) && head0 + head < heads);
+    for (int n = 0; n < 2 * TURNS; n++) {
+      const int two = first_head + AT_ONCE * (n / 2), head = two / 8 * 16 + two % 8 + n % 2 * 8;
+      const bf16* const from = q + out + head * D + 8 * chunk;
+      if (head < HEADS && head0 + head < heads) word[n / 2][n % 2] = __ldg((const uint4*)from);
     }
     float c[4] = {}, s[4] = {};
     #pragma unroll
@@ -108,36 +112,46 @@ SOURCE = (
     }
     find_rows(block / BLOCKS * BLOCKS);
     #pragma unroll
-    for (int n = 0; n < WORDS; n++) {
-      const int head = first_head + AT_ONCE * n;
-      bf16* const x = (bf16*)&word[n];
-      if (TURN_QUERIES && first_pair + 3 >= 0) {
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (first_pair + j >= 0) turn(x[2 * j], x[2 * j + 1], c[j], s[j]);
+    for (int n = 0; n < TURNS; n++) {
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        bf16* const x = (bf16*)&word[n][i];
+        if (TURN_QUERIES && first_pair + 3 >= 0) {
+          #pragma unroll
+          for (int j = 0; j < 4; j++)
+            if (first_pair + j >= 0) turn(x[2 * j], x[2 * j + 1], c[j], s[j]);
+        }
       }
-      if (HEADS % AT_ONCE == 0 || head < HEADS) queries[place(head, chunk)] = word[n];
+      const int two = first_head + AT_ONCE * n;
+      if (HEADS / 2 % AT_ONCE > 0 && two >= HEADS / 2) continue;
+      const uint4 a = word[n][0], b = word[n][1];
+      queries[place(two / 8, chunk / 4, 0, two % 8, chunk % 4)] = make_uint4(a.x, b.x, a.y, b.y);
+      queries[place(two / 8, chunk / 4, 1, two % 8, chunk % 4)] = make_uint4(a.z, b.z, a.w, b.w);
     }
     __syncthreads();
     const bf16* const* const own = listed + block % BLOCKS * 64;
     {
       const int entry = warp / 2 * 16, odd = warp & 1;
-      uint4 k[2][PAIRS];
+      uint4 k[2][PAIRS] = {};
       #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const bf16* const from = own[entry + 8 * j + g];
+        const bf16* const row = own[entry + 8 * j + g];
+        const bf16* const from = opaque(row + 32 * odd + 8 * t);
         #pragma unroll
-        for (int c = 0; c < PAIRS; c++) k[j][c] = octet(from + 32 * (2 * c + odd) + 8 * t, from != nullptr);
+        for (int c = 0; c < PAIRS; c++) read16_if(row != nullptr, k[j][c], from + 64 * c);
       }
+      __syncwarp();  // so that the compiler begins no product before all reads are on their way
       float dots[MT][2][4] = {};
       #pragma unroll
       for (int c = 0; c < PAIRS; c++) {
         #pragma unroll
         for (int m = 0; m < MT; m++) {
-          const uint4 a = queries[place(16 * m + g, 4 * (2 * c + odd) + t)];
-          const uint4 b = queries[place(16 * m + g + 8, 4 * (2 * c + odd) + t)];
-          product(dots[m][0], a, b, k[0][c]);
-          product(dots[m][1], a, b, k[1][c]);
+          const uint4 a = queries[place(m, 2 * c + odd, 0, g, t)], b = queries[place(m, 2 * c + odd, 1, g, t)];
+          #pragma unroll
+          for (int j = 0; j < 2; j++) {  // as ds4_tiles::product does
+            mma(dots[m][j], a.x, a.y, a.z, a.w, k[j][c].x, k[j][c].y);
+            mma(dots[m][j], b.x, b.y, b.z, b.w, k[j][c].z, k[j][c].w);
+          }
         }
       }
       #pragma unroll
@@ -218,6 +232,7 @@ SOURCE = (
       };
       const int stages = here * 64 / STAGE;
       read_scores(0);
+      __syncwarp();  // in front of the values, for which there is time
       #pragma unroll
       for (int stage = 0; stage < STAGES - 1; stage++) {
         if (stage < stages) send(stage, stage);
