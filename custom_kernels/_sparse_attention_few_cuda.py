@@ -76,7 +76,7 @@ SOURCE = (
       #pragma unroll
       for (int n = 0; n < LISTED; n++) {
         const int p = 64 * first + threadIdx.x + 256 * n;
-        id[n] = p < count ? __ldg((p < near_count ? of_near : of_far) + p) : -1;
+        id[n] = p < count ? (p < near_count ? of_near : of_far)[p] : -1;
       }
     };
     const auto find_rows = [&](int first) {
@@ -92,7 +92,7 @@ SOURCE = (
       }
     };
 
-    // ---- scores of one block; all reads before the barrier are on their way together
+    // ---- scores of one block. No read is put off behind a barrier, of which __syncwarp() is one too.
     read_list(block / BLOCKS * BLOCKS);
     constexpr int AT_ONCE = 256 / (D / 8), TURNS = (HEADS / 2 + AT_ONCE - 1) / AT_ONCE;  // pairs of heads g and g + 8
     const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8), first_pair = 4 * chunk - (D / 2 - TURN);
@@ -101,7 +101,7 @@ SOURCE = (
     for (int n = 0; n < 2 * TURNS; n++) {
       const int two = first_head + AT_ONCE * (n / 2), head = two / 8 * 16 + two % 8 + n % 2 * 8;
       const bf16* const from = q + out + head * D + 8 * chunk;
-      if (head < HEADS && head0 + head < heads) word[n / 2][n % 2] = __ldg((const uint4*)from);
+      if (head < HEADS && head0 + head < heads) word[n / 2][n % 2] = *(const uint4*)from;
     }
     float c[4] = {}, s[4] = {};
     #pragma unroll
@@ -110,7 +110,18 @@ SOURCE = (
       c[j] = cosine[at_turn + first_pair + j];
       s[j] = sine[at_turn + first_pair + j];
     }
+    __syncwarp();
     find_rows(block / BLOCKS * BLOCKS);
+    __syncthreads();
+    const bf16* const* const own = listed + block % BLOCKS * 64;
+    const int entry = warp / 2 * 16, odd = warp & 1;
+    uint4 k[2][PAIRS] = {};
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const bf16* const row = own[entry + 8 * j + g];
+      #pragma unroll
+      for (int c = 0; c < PAIRS; c++) read16_fresh_if(row != nullptr, k[j][c], row + 32 * odd + 8 * t + 64 * c);
+    }
     #pragma unroll
     for (int n = 0; n < TURNS; n++) {
       #pragma unroll
@@ -129,18 +140,7 @@ SOURCE = (
       queries[place(two / 8, chunk / 4, 1, two % 8, chunk % 4)] = make_uint4(a.z, b.z, a.w, b.w);
     }
     __syncthreads();
-    const bf16* const* const own = listed + block % BLOCKS * 64;
     {
-      const int entry = warp / 2 * 16, odd = warp & 1;
-      uint4 k[2][PAIRS] = {};
-      #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const bf16* const row = own[entry + 8 * j + g];
-        const bf16* const from = opaque(row + 32 * odd + 8 * t);
-        #pragma unroll
-        for (int c = 0; c < PAIRS; c++) read16_if(row != nullptr, k[j][c], from + 64 * c);
-      }
-      __syncwarp();  // so that the compiler begins no product before all reads are on their way
       float dots[MT][2][4] = {};
       #pragma unroll
       for (int c = 0; c < PAIRS; c++) {
