@@ -57,6 +57,19 @@ __device__ __forceinline__ void transposed(u32& b0, u32& b1, const __nv_bfloat16
                : "r"(shared_address(p)));
 }
 
+// b0 and b1 of rows 0 .. 15 of 8 columns, then of rows 16 .. 31; each lane gives a row's address.
+__device__ __forceinline__ void transposed(u32& b0, u32& b1, u32& b2, u32& b3, const __nv_bfloat16* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b0), "=r"(b1), "=r"(b2), "=r"(b3)
+               : "r"(shared_address(p)));
+}
+// a0 .. a3 of 16 rows of 16 columns; lanes 0 .. 15 give the rows' addresses, 16 .. 31 these 8 columns on.
+__device__ __forceinline__ void fragment(u32& a0, u32& a1, u32& a2, u32& a3, const __nv_bfloat16* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a0), "=r"(a1), "=r"(a2), "=r"(a3)
+               : "r"(shared_address(p)));
+}
+
 // Shared memory whose size the launch gives; all of a kernel's arrays there lie behind this pointer.
 __device__ __forceinline__ void* dynamic_shared() {
   extern __shared__ uint4 ds4_dynamic_shared[];
@@ -110,6 +123,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 __device__ __forceinline__ void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
+// 16 bytes, or zeros: then from any address of the array.
+__device__ __forceinline__ void copy16_async_or_zeros(void* to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest GROUPS groups of this thread are there.
 template <int GROUPS>
@@ -120,6 +138,27 @@ __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_
 
 // 128 bytes on their way to the second-level cache.
 __device__ __forceinline__ void ask_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// One more at a counter in global memory; returns how many there were. What the threads of a block wrote before a barrier
+// in front of this is seen behind a barrier by the block that counts last, in reads past L1.
+__device__ __forceinline__ int draw_ticket(int* counter) {
+  int r;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(r) : "l"(counter) : "memory");
+  return r;
+}
+__device__ __forceinline__ void read4_fresh_if(bool condition, float& v, const void* p) {
+  asm volatile("{.reg .pred yes; setp.ne.u32 yes, %2, 0; @yes ld.global.cg.f32 %0, [%1];}"
+               : "+f"(v)
+               : "l"(p), "r"((u32)condition)
+               : "memory");
+}
+__device__ __forceinline__ void read16_fresh_if(bool condition, uint4& v, const void* p) {
+  asm volatile(
+      "{.reg .pred yes; setp.ne.u32 yes, %5, 0; @yes ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"((u32)condition)
+      : "memory");
+}
 
 // 16 bytes into v, or v as it is.
 __device__ __forceinline__ void read16_if(bool condition, uint4& v, const void* p) {

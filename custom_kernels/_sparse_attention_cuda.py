@@ -1,32 +1,21 @@
-"""CUDA bodies of sparse attention: both products on tensor cores, up to 16 heads of a query row in a block.
+"""CUDA body of sparse attention: both products on tensor cores, up to 16 heads of a query row in a block.
 
-Many rows (`SOURCE`): the rows of a block of 64 entries lie in registers for the scores, then go through shared memory
-in two halves for the values, so that each is read once for 16 heads. Few rows (`FEW_SOURCE`) leave most of the card
-idle and are bound by the time to memory: there all listed rows are asked for at once, a share by each block, and 64 at
-a time come into a ring of shared memory while those before them are used. Both have the same sums in the same order. A
-product's rows do not mix, so fewer heads give the same bits.
+The rows of a block of 64 entries lie in registers for the scores, then go through shared memory in two halves for the
+values, so that each is read once for 16 heads. A product's rows do not mix, so fewer heads give the same bits. A few
+query rows have a body of their own, with the same sums in the same order (`_sparse_attention_few_cuda.py`).
 
-Estimates, on an H200: 2,048 query rows of 64 heads and 640 entries read 5.4 GB from the second-level cache, about 1 ms.
-One row: 640 KB into each of 32 multiprocessors at 64 bytes a cycle, 6 us, behind a wait for the list and one for memory
-of 1 us each: 12 us.
+Estimate, on an H200: 2,048 query rows of 64 heads and 640 entries read 5.4 GB from the second-level cache, about 1 ms.
 """
 
 from __future__ import annotations
 
-MOST_FEW = 8  # query rows
-STAGES = 3
-# Of the ring and the queries at the widest row: data-center cards from Hopper on have this room.
-FEW_BYTES = (STAGES * 64 + 16) * 512 * 2
-
-_INDICES = """
+# What both bodies begin with.
+SOURCES = """
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int length = q_shape[1], heads = sinks_shape[0];
-    const int row = blockIdx.x / (heads / HG), head0 = blockIdx.x % (heads / HG) * HG, batch = row / length;
     const int near_rows = near_shape[1], near_count = TWO ? near_list_shape[2] : 0;
     const int far_rows = far_shape[1], far_count = far_list_shape[2], recent_rows = SPLIT ? recent_shape[1] : 0;
     const int start = SPLIT ? max(min(base[0], far_rows), 0) : far_rows;  // of the recent rows
-    const size_t out = ((size_t)row * heads + head0) * D;
-    const size_t at_turn = (size_t)(row % length) * TURN;
     const float SCALE = __int_as_float(SCALE_BITS), NO_SCORE = __int_as_float(0xff800000);
     // A pair of channels, turned and rounded.
     const auto turn = [](bf16& x, bf16& y, float c, float s) {
@@ -34,68 +23,6 @@ _INDICES = """
       x = __float2bfloat16(a * c - b * s);
       y = __float2bfloat16(a * s + b * c);
     };
-"""
-_SMALL = """
-    __shared__ float scores[16][66];
-    __shared__ __align__(4) bf16 chances[16][72];
-    __shared__ float fades[16], denominators[16];
-"""
-_SOFTMAX = """
-      #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int head = 2 * warp + i;
-        const float a = scores[head][lane], b = scores[head][lane + 32];
-        const float raised = fmaxf(peak[i], warp_max(fmaxf(a, b)));
-        const float fade = expf(peak[i] - raised), of_a = expf(a - raised), of_b = expf(b - raised);
-        total[i] = fmaf(total[i], fade, warp_sum(of_a + of_b));
-        peak[i] = raised;
-        chances[head][lane] = __float2bfloat16(of_a);
-        chances[head][lane + 32] = __float2bfloat16(of_b);
-        if (lane == 0) fades[head] = fade;
-      }
-"""
-_FADE = """
-      const float low = fades[g], high = fades[g + 8];
-      #pragma unroll
-      for (int n = 0; n < PAIRS; n++) {
-        acc[n][0] *= low;
-        acc[n][1] *= low;
-        acc[n][2] *= high;
-        acc[n][3] *= high;
-      }
-"""
-# The values of 16 entries from FIRST on, whose rows' octets of channels n lie at ROWS for lanes 0 .. 15.
-_ADD_VALUES = """
-      const int p = FIRST + 2 * t;
-      const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
-      const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
-      #pragma unroll
-      for (int n = 0; n < PAIRS; n++) {
-        unsigned b0, b1;
-        transposed(b0, b1, ROWS);
-        mma(acc[n], a0, a1, a2, a3, b0, b1);
-      }
-"""
-_END = """
-    if (lane < 2 && 2 * warp + lane < HG) {
-      const int head = 2 * warp + lane;
-      denominators[head] = (lane ? total[1] : total[0]) + expf(sinks[head0 + head] - (lane ? peak[1] : peak[0]));
-    }
-    __syncthreads();
-    #pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-      const int channel = 8 * (PAIRS * warp + n) + 2 * t, pair = channel / 2 - (D / 2 - TURN);
-      #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int head = g + 8 * r;
-        if (head >= HG) continue;
-        bf16 x = __float2bfloat16(acc[n][2 * r] / denominators[head]);
-        bf16 y = __float2bfloat16(acc[n][2 * r + 1] / denominators[head]);
-        if (TURN > 0 && pair >= 0) turn(x, y, cosine[at_turn + pair], -sine[at_turn + pair]);
-        o[out + (size_t)head * D + channel] = x;
-        o[out + (size_t)head * D + channel + 1] = y;
-      }
-    }
 """
 
 SOURCE = (
@@ -107,10 +34,15 @@ SOURCE = (
     constexpr int TAIL = TURN_QUERIES ? (2 * TURN + 31) / 32 * 32 : 0;  // the last channels, which hold what turns
     __shared__ __align__(16) bf16 turned[16 * (TAIL + 8)];
     __shared__ __align__(16) bf16 values[32 * STRIDE];
+    __shared__ float scores[16][66];
+    __shared__ __align__(4) bf16 chances[16][72];
+    __shared__ float fades[16], denominators[16];
 """
-    + _SMALL
-    + _INDICES
+    + SOURCES
     + """
+    const int row = blockIdx.x / (heads / HG), head0 = blockIdx.x % (heads / HG) * HG, batch = row / length;
+    const size_t out = ((size_t)row * heads + head0) * D;
+    const size_t at_turn = (size_t)(row % length) * TURN;
     const bf16* query = q + out + 8 * t;
     for (int i = threadIdx.x; i < HG * TAIL / 2; i += 256) {
       constexpr int half = TAIL > 0 ? TAIL / 2 : 1;
@@ -166,9 +98,19 @@ SOURCE = (
         scores[g + 8 * (i >> 1)][p] = present ? (dots[0][i] + dots[1][i]) * SCALE : NO_SCORE;
       }
       __syncthreads();
-"""
-    + _SOFTMAX
-    + """      #pragma unroll
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int head = 2 * warp + i;
+        const float a = scores[head][lane], b = scores[head][lane + 32];
+        const float raised = fmaxf(peak[i], warp_max(fmaxf(a, b)));
+        const float fade = expf(peak[i] - raised), of_a = expf(a - raised), of_b = expf(b - raised);
+        total[i] = fmaf(total[i], fade, warp_sum(of_a + of_b));
+        peak[i] = raised;
+        chances[head][lane] = __float2bfloat16(of_a);
+        chances[head][lane + 32] = __float2bfloat16(of_b);
+        if (lane == 0) fades[head] = fade;
+      }
+      #pragma unroll
       for (int part = 0; part < 2; part++) {  // 32 entries at a time
         if (part) __syncthreads();
         if (warp >> 2 == part) {
@@ -178,130 +120,48 @@ SOURCE = (
         }
         __syncthreads();
         if (part == 0) {
-"""
-    + _FADE
-    + """        }
+          const float low = fades[g], high = fades[g + 8];
+          #pragma unroll
+          for (int n = 0; n < PAIRS; n++) {
+            acc[n][0] *= low;
+            acc[n][1] *= low;
+            acc[n][2] *= high;
+            acc[n][3] *= high;
+          }
+        }
         #pragma unroll
         for (int step = 0; step < 2; step++) {
-"""
-    + _ADD_VALUES.replace("FIRST", "32 * part + 16 * step").replace(
-        "ROWS", "&values[(16 * step + (lane & 15)) * STRIDE + 8 * (PAIRS * warp + n)]"
-    )
-    + """        }
+          const int p = 32 * part + 16 * step + 2 * t;
+          const unsigned a0 = *(const unsigned*)&chances[g][p], a1 = *(const unsigned*)&chances[g + 8][p];
+          const unsigned a2 = *(const unsigned*)&chances[g][p + 8], a3 = *(const unsigned*)&chances[g + 8][p + 8];
+          #pragma unroll
+          for (int n = 0; n < PAIRS; n++) {
+            unsigned b0, b1;
+            transposed(b0, b1, &values[(16 * step + (lane & 15)) * STRIDE + 8 * (PAIRS * warp + n)]);
+            mma(acc[n], a0, a1, a2, a3, b0, b1);
+          }
+        }
       }
     }
-"""
-    + _END
-)
 
-FEW_SOURCE = (
-    """
-    // A block of 8 warps owns HG heads of one query row. Warp w asks for rows 8 w .. 8 w + 7 of each 64 and makes their
-    // scores, and owns heads 2 w and 2 w + 1 for the softmax and an eighth of the channels for the values.
-    using namespace ds4_tiles;
-    constexpr int D = 64 * PAIRS, CHUNKS = D / 8, STAGES = STAGE_COUNT;
-    bf16* const ring = (bf16*)dynamic_shared();    // [STAGES][64][D]
-    bf16* const queries = ring + STAGES * 64 * D;  // [HG][D]
-    // 16 bytes of a row lie where no two of those that are read together share a bank.
-    const auto place = [](int row, int chunk) { return row * CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3))); };
-""".replace("STAGE_COUNT", str(STAGES))
-    + _SMALL
-    + _INDICES
-    + """
-    const int count = near_count + far_count, blocks = (count + 63) / 64;
-    const auto listed_at = [&](int p) {
-      int id = -1;
-      if (p < near_count) id = near_list[(size_t)row * near_count + p];
-      else if (p < count) id = far_list[(size_t)row * far_count + p - near_count];
-      return id >= 0 && id < (p < near_count ? near_rows : start + recent_rows) ? id : -1;
-    };
-    const auto row_of = [&](int p, int id) {
-      const bool is_near = p < near_count, is_recent = SPLIT && !is_near && id >= start;
-      return (is_near ? near : is_recent ? recent : far)
-          + ((size_t)batch * (is_near ? near_rows : is_recent ? recent_rows : far_rows)
-             + (is_recent ? id - start : id)) * D;
-    };
-    // The lists of four blocks: lane l has row 8 w + l % 8 of the block l / 8.
-    const auto list_from = [&](int block) { return listed_at(64 * (block + lane / 8) + 8 * warp + lane % 8); };
-    int list = list_from(0), following = list_from(4);
-    const int shares = heads / HG, share = blockIdx.x % shares;  // of what the blocks of a query row ask for
-    for (int i = threadIdx.x; i < (count + shares - 1) / shares * (D / 64); i += 256) {
-      const int p = share + shares * (i / (D / 64)), id = listed_at(p);
-      if (id >= 0) ask_for(row_of(p, id) + i % (D / 64) * 64);
-    }
-    __shared__ bool present[STAGES][64];
-    const auto send = [&](int block) {
-      if (block > 0 && block % 4 == 0) {
-        list = following;
-        following = list_from(block + 4);
-      }
-      uint4* const stage = (uint4*)ring + block % STAGES * 64 * CHUNKS;
-      #pragma unroll
-      for (int r = 0; r < 8; r++) {
-        const int e = 8 * warp + r, id = __shfl_sync(0xffffffffu, list, block % 4 * 8 + r);
-        if (lane == r) present[block % STAGES][e] = id >= 0;
-        const bf16* const from = row_of(64 * block + e, id);
-        for (int c = lane; c < CHUNKS; c += 32) {
-          if (id >= 0) copy16_async(stage + place(e, c), from + 8 * c);
-          else stage[place(e, c)] = make_uint4(0, 0, 0, 0);  // a probability of 0 times what lay there may be NaN
-        }
-      }
-    };
-    for (int block = 0; block < 2; block++) {
-      if (block < blocks) send(block);
-      commit_copies();
-    }
-    for (int i = threadIdx.x; i < HG * CHUNKS; i += 256) {
-      const int head = i / CHUNKS, c = i % CHUNKS;
-      uint4 word = octet(q + out + (size_t)head * D + 8 * c, true);
-      if (TURN_QUERIES && 8 * c + 8 > D - 2 * TURN) {
-        bf16* const x = (bf16*)&word;
-        for (int j = 0; j < 4; j++) {
-          const int pair = 4 * c + j - (D / 2 - TURN);
-          if (pair >= 0) turn(x[2 * j], x[2 * j + 1], cosine[at_turn + pair], sine[at_turn + pair]);
-        }
-      }
-      ((uint4*)queries)[place(head, c)] = word;
+    if (lane < 2 && 2 * warp + lane < HG) {
+      const int head = 2 * warp + lane;
+      denominators[head] = (lane ? total[1] : total[0]) + expf(sinks[head0 + head] - (lane ? peak[1] : peak[0]));
     }
     __syncthreads();
-    const auto of_query = [&](int h, int c) {
-      return h < HG ? ((const uint4*)queries)[place(h, 4 * c + t)] : make_uint4(0, 0, 0, 0);
-    };
-    float acc[PAIRS][4] = {};
-    float peak[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f};
-
-    for (int block = 0; block < blocks; block++) {
-      wait_for_copies_but<1>();
-      __syncwarp();
-      const uint4* const stage = (const uint4*)ring + block % STAGES * 64 * CHUNKS;
-      float dots[2][4] = {};
+    #pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+      const int channel = 8 * (PAIRS * warp + n) + 2 * t, pair = channel / 2 - (D / 2 - TURN);
       #pragma unroll
-      for (int c = 0; c < 2 * PAIRS; c++)
-        product(dots[c & 1], of_query(g, c), of_query(g + 8, c), stage[place(8 * warp + g, 4 * c + t)]);
-      #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int p = 8 * warp + 2 * t + (i & 1);
-        scores[g + 8 * (i >> 1)][p] =
-            present[block % STAGES][p] ? (dots[0][i] + dots[1][i]) * SCALE : NO_SCORE;
+      for (int r = 0; r < 2; r++) {
+        const int head = g + 8 * r;
+        if (head >= HG) continue;
+        bf16 x = __float2bfloat16(acc[n][2 * r] / denominators[head]);
+        bf16 y = __float2bfloat16(acc[n][2 * r + 1] / denominators[head]);
+        if (TURN > 0 && pair >= 0) turn(x, y, cosine[at_turn + pair], -sine[at_turn + pair]);
+        o[out + (size_t)head * D + channel] = x;
+        o[out + (size_t)head * D + channel + 1] = y;
       }
-      __syncthreads();
-      if (block + 2 < blocks) send(block + 2);  // where the values were that all warps are done with
-      commit_copies();
-"""
-    + _SOFTMAX
-    + """
-      __syncthreads();
-"""
-    + _FADE
-    + """      #pragma unroll
-      for (int step = 0; step < 4; step++) {
-"""
-    + _ADD_VALUES.replace("FIRST", "16 * step").replace(
-        "ROWS", "(const bf16*)(stage + place(16 * step + (lane & 15), PAIRS * warp + n))"
-    )
-    + """      }
     }
-
 """
-    + _END
 )

@@ -13,8 +13,8 @@ neither the other rows nor the padding.
 
 Kernel: within tolerance (sums in another order). A simdgroup holds 8 of a block's 64 rows in registers, where they
 serve as keys and, after the block's maximum is known, as values: one gather for all heads of the threadgroup, nothing
-staged. How many heads share a gather follows from the number of rows and changes no bit. CUDA has a body of its own
-(`_sparse_attention_cuda.py`).
+staged. How many heads share a gather follows from the number of rows and changes no bit. CUDA has bodies of its own
+(`_sparse_attention_cuda.py`, and for a few rows `_sparse_attention_few_cuda.py`).
 
 The last source's rows may lie in two parts (`SplitRows`), and the rotation of the queries be done where they are read:
 both give the bits of one array and of `rope` before the call (in emulation; a GPU may fuse products and sums).
@@ -30,7 +30,7 @@ import functools
 import mlx.core as mx
 import numpy as np
 
-from . import _sparse_attention_cuda, _sparse_attention_metal, _tiles_cuda
+from . import _sparse_attention_cuda, _sparse_attention_few_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
 from ._kernel import Kernel, float_bits
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
@@ -61,13 +61,13 @@ _sparse_attention_kernel = Kernel(
 )
 _few_kernel = Kernel(
     "sparse_attention_few",
-    _INPUTS,
-    ["o"],
+    [*_INPUTS, "tickets"],
+    ["o", "scores"],
     None,
-    cuda_source=_sparse_attention_cuda.FEW_SOURCE,
+    cuda_source=_sparse_attention_few_cuda.SOURCE,
     cuda_header=_tiles_cuda.HEADER,
-    cuda_bounds=(256, 1),
-    shared_memory=_sparse_attention_cuda.FEW_BYTES,
+    cuda_bounds=(256, 2),
+    shared_memory=_sparse_attention_few_cuda.BYTES,
     exact=False,
     family="sparse_attention",
 )
@@ -84,6 +84,7 @@ def sparse_attention(
     scale: float,
     turn: Turn | None = None,
     turn_queries: bool = False,
+    tickets: mx.array | None = None,
 ) -> mx.array:
     """q [B, L, H, D] or [B, L, H * D]; sources: one or two pairs of rows [B, S, D] and list int32 [B, L, P], taken one
     after the other in one softmax (window first, then compressed rows); sinks float32 [H]. Returns bfloat16 of q's
@@ -91,9 +92,18 @@ def sparse_attention(
 
     With `turn`, cos and sin float32 [L, pairs], the last 2 * pairs channels of the result are rotated back, after
     its rounding; with `turn_queries` too, those of q are rotated forward first, as `rope(q, *turn)` does. List entries
-    that name no row count as nothing. Raises ValueError when the shapes do not fit each other.
+    that name no row count as nothing.
+
+    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no other call has; without them a kernel that
+    counts its thread blocks makes them in a launch of their own. Raises ValueError when the shapes do not fit each
+    other.
     """
     B, L, H, D = _check(q, sources, sinks, turn)
+    if tickets is not None and (tickets.dtype != mx.int32 or tickets.size < ticket_count(B * L, H)):
+        raise ValueError(
+            f"sparse_attention got tickets {tickets.dtype} {tickets.shape}, expected int32 and"
+            f" {ticket_count(B * L, H)} or more; make as many zeros as ticket_count says."
+        )
     if turn_queries and turn is None:
         raise ValueError("sparse_attention got turn_queries without turn, expected its tables; pass them.")
     rows = [x for x, _ in sources]
@@ -114,15 +124,40 @@ def sparse_attention(
         *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
         ("SCALE_BITS", float_bits(scale)),
     ]
+    if backend() == "cuda" and B * L <= _sparse_attention_few_cuda.MOST and _few_kernel.has_room:
+        return _attend_few(arrays, template, sum(index.shape[2] for _, index in sources), tickets)
     heads = _heads_of_group(B * L, H)
-    few = backend() == "cuda" and B * L <= _sparse_attention_cuda.MOST_FEW and _few_kernel.has_room
-    return (_few_kernel if few else _sparse_attention_kernel)(
+    return _sparse_attention_kernel(
         inputs=arrays,
         template=[("HG", heads), *template],
         grid=(B * L * (H // heads) * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[q.shape],
         output_dtypes=[mx.bfloat16],
+    )[0]
+
+
+def ticket_count(rows: int, heads: int) -> int:
+    """How many tickets a call of `rows` = B L query rows takes at most, where they are few."""
+    return _sparse_attention_few_cuda.ticket_count(rows, heads)
+
+
+def _attend_few(arrays: list[mx.array], template: list[tuple], entries: int, tickets: mx.array | None) -> mx.array:
+    """A few query rows, whose lists have `entries` entries."""
+    q, sinks = arrays[0], arrays[_INPUTS.index("sinks")]
+    rows, heads = q.shape[0] * q.shape[1], sinks.shape[0]
+    tiles, slices = _sparse_attention_few_cuda.split(rows, heads, dict(template)["PAIRS"] * 64)
+    tile = _sparse_attention_few_cuda.HEADS * tiles
+    blocks, shares = -(-entries // _BLOCK), -(-heads // tile) * slices
+    if tickets is None:
+        tickets = mx.zeros((ticket_count(rows, heads),), dtype=mx.int32)
+    return _few_kernel(
+        inputs=[*arrays, tickets],
+        template=[("MT", tiles), ("SLICES", slices), *template],
+        grid=(blocks * 256, shares, rows),
+        threadgroup=(256, 1, 1),
+        output_shapes=[q.shape, (rows * shares * blocks, tile * (_BLOCK + 1))],  # scores and the maximum of each head,
+        output_dtypes=[mx.bfloat16, mx.float32],
     )[0]
 
 

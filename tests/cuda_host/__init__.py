@@ -36,23 +36,28 @@ _TYPES = {
 }
 
 
-def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0) -> list[mx.array]:
+def launch(
+    kernel, inputs: list[mx.array], call: dict, halves_at: int = 0, *, backward: bool = False
+) -> list[mx.array]:
     """One launch of a kernel with a CUDA body; `call` as `Launch.call` holds it. Outputs start as NaN bytes. Inputs of
-    float16 start `halves_at` bytes behind a multiple of 16, as those of a slice may."""
+    float16 start `halves_at` bytes behind a multiple of 16, as those of a slice may. `backward`: from the last block to
+    the first. Raises ValueError where the launch leaves an input other than it was."""
     arrays = [_placed(np.array(x.view(mx.uint8)), halves_at * (x.dtype == mx.float16)) for x in inputs]
     outputs = [
         np.full(int(np.prod(shape)) * dtype.size, 0xFF, dtype=np.uint8)
         for shape, dtype in zip(call["output_shapes"], call["output_dtypes"], strict=True)
     ]
-    entry = _build(_source(kernel, inputs, call)).run
+    library = _build(_source(kernel, inputs, call))
+    entry, ctypes.c_int.in_dll(library, "blocks_backward").value = library.run, backward
     shapes = [np.array(x.shape, dtype=np.int32) for x in inputs]
     everything = (*arrays, *outputs, *shapes)
     pointers = (ctypes.c_void_p * len(everything))(*(a.ctypes.data for a in everything))
     blocks = [g // t for g, t in zip(call["grid"], call["threadgroup"], strict=True)]
     ndims = (ctypes.c_int * len(inputs))(*(x.ndim for x in inputs))
     entry(pointers, *map(ctypes.c_int, (*blocks, int(np.prod(call["threadgroup"])))), ndims)
-    for name, x, after in zip(kernel.input_names, inputs, arrays, strict=True):
-        assert np.array_equal(after, np.array(x.view(mx.uint8)).reshape(-1)), f"the launch has changed its input {name}"
+    for name, x, data in zip(kernel.input_names, inputs, arrays, strict=True):
+        if not np.array_equal(data, np.array(x.view(mx.uint8)).reshape(-1)):
+            raise ValueError(f"{kernel.name} leaves its input {name} other than it was.")
     return [
         mx.array(data).view(dtype).reshape(shape)
         for data, shape, dtype in zip(outputs, call["output_shapes"], call["output_dtypes"], strict=True)

@@ -131,13 +131,17 @@ static void run_block(int threads) {
   for (Fiber& f : fibers)
     if (f.wait != DONE) fprintf(stderr, "cuda_host: threads wait for one another at different places\n"), abort();
 }
+// CUDA promises no order of blocks.
+extern "C" int blocks_backward = 0;
 static void run_grid(int x, int y, int z, int threads, std::function<void()> body) {
   thread_body = body;
   blockDim = {threads, 1, 1};
   gridDim = {x, y, z};
-  for (blockIdx.z = 0; blockIdx.z < z; blockIdx.z++)
-    for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
-      for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) run_block(threads);
+  for (int i = 0; i < x * y * z; i++) {
+    const int at = blocks_backward ? x * y * z - 1 - i : i;
+    blockIdx = {at % x, at / x % y, at / x / y};
+    run_block(threads);
+  }
 }
 
 static void __syncthreads() { wait_for(BLOCK); }
@@ -228,6 +232,29 @@ static void transposed(u32& b0, u32& b1, const __nv_bfloat16* p) {
   wait_for(WARP);
   b0 = out[0], b1 = out[1];
 }
+static void transposed(u32& b0, u32& b1, u32& b2, u32& b3, const __nv_bfloat16* p) {
+  // The two-matrix form takes its addresses from lanes 0 .. 15, which here get those of 16 .. 31.
+  transposed(b0, b1, p);
+  memcpy(mailbox[threadIdx.x] + 2, &p, sizeof p);
+  wait_for(WARP);
+  const __nv_bfloat16* later;
+  memcpy(&later, mailbox[lane_base() | (16 + (threadIdx.x & 15))] + 2, sizeof later);
+  wait_for(WARP);
+  transposed(b2, b3, later);
+}
+static void fragment(u32& a0, u32& a1, u32& a2, u32& a3, const __nv_bfloat16* p) {
+  memcpy(mailbox[threadIdx.x], &p, sizeof p);
+  wait_for(WARP);
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  u32 out[4];
+  for (int m = 0; m < 4; m++) {
+    const u32* row;
+    memcpy(&row, mailbox[lane_base() | (8 * m + g)], sizeof row);
+    out[m] = row[t];
+  }
+  wait_for(WARP);
+  a0 = out[0], a1 = out[1], a2 = out[2], a3 = out[3];
+}
 static void* dynamic_shared() {
   alignas(65536) static uint4 bytes[228 * 1024 / sizeof(uint4)];  // of an H200's block, of which 1 KB is taken
   return bytes + 64;
@@ -252,6 +279,10 @@ static void copy_async(u32 to, const void* from) {
   copies[threadIdx.x].push_back({at_shared(to), from, BYTES, groups[threadIdx.x]});
 }
 static void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
+static void copy16_async_or_zeros(void* to, const void* from, bool present) {
+  static const uint4 zeros = {};
+  copy16_async(to, present ? from : &zeros);
+}
 static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {
   std::vector<Copy> later;
@@ -264,6 +295,13 @@ template <int GROUPS>
 static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS); }
 static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
 static void ask_for(const void*) {}
+static int draw_ticket(int* counter) { return (*counter)++; }
+static void read4_fresh_if(bool condition, float& v, const void* p) {
+  if (condition) v = *(const float*)p;
+}
+static void read16_fresh_if(bool condition, uint4& v, const void* p) {
+  if (condition) v = *(const uint4*)p;
+}
 static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }
