@@ -38,7 +38,8 @@ __device__ __forceinline__ float fresh(const bf16* p) {
 // simdgroups have in the launch of its own. They are read again, for unrolled the text is too long for the cache.
 template <int D, int P, int KIND, int BLOCK, typename G>
 __device__ __forceinline__ void enter(
-    const bf16* x, const G* weight, const float* cosine, const float* sine, float eps, int share, int shares, bf16* to) {
+    const bf16* x, const G* weight, const float* cosine, const float* sine, float eps, int share, int shares,
+    bf16* to) {
   const int lane = threadIdx.x & 31;
   float squares[D / 32], sum = 0.f;
 #pragma unroll

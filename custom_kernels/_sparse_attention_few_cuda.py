@@ -38,7 +38,8 @@ def ticket_count(rows: int, heads: int) -> int:
 
 
 SOURCE = (
-    """
+    (
+        """
     // 8 warps own MT tiles of 16 heads of one query row, and a slice of its channels. First, for one block of 64 entries,
     // warp w makes scores of entries 16 (w / 2) .. + 15 from each second 32 channels, from w % 2 on. Then warp w owns heads
     // 2 w and 2 w + 1 of each tile, for the softmax; then an eighth of the slice, for the values.
@@ -57,8 +58,8 @@ SOURCE = (
     __shared__ float fades[BLOCKS][HEADS], peaks[HEADS], totals[HEADS], denominators[HEADS];
     __shared__ bool is_last;
 """
-    + SOURCES
-    + """
+        + SOURCES
+        + """
     const int count = near_count + far_count, blocks = gridDim.x, block = blockIdx.x;
     const int slice = blockIdx.y % SLICES, head0 = blockIdx.y / SLICES * HEADS, row = blockIdx.z;
     const int batch = gridDim.z == length ? 0 : row / length, ticket = row * gridDim.y + blockIdx.y;
@@ -362,4 +363,7 @@ SOURCE = (
       }
     }
 """
-).replace("BLOCK_COUNT", str(_BLOCKS)).replace("BYTE_COUNT", str(BYTES))
+    )
+    .replace("BLOCK_COUNT", str(_BLOCKS))
+    .replace("BYTE_COUNT", str(BYTES))
+)

@@ -66,7 +66,15 @@ class Attention(nn.Module):
                     step.note("topk", step.selection)
             if step.selection is not None:
                 sources.append((step.source.compressed.split, step.selection))
-        o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn, turn_queries=True)
+        o = sparse_attention(
+            q,
+            sources,
+            self.attn_sink,
+            scale=c.head_dim**-0.5,
+            turn=turn,
+            turn_queries=True,
+            tickets=step.tickets() if step.short else None,
+        )
         if step.traces:
             slots = mx.array(step.positions % near.shape[1])
             newest = mx.take(near, slots, axis=1) if step.short else near[:, -L:]
