@@ -64,7 +64,7 @@ DOWN_FEW_SOURCE = (
       __syncthreads();
       typename Either<(HELD_ROWS > 0), RowInShared<W>, RowInMemory<W>>::type columns(
           (HELD_ROWS > 0 ? (const bf16*)held + min(g, count - 1) * pitch : (const bf16*)x + (size_t)pair * K) +
-          t * W::LANE_COLUMNS);
+          t * W::LANE_COLUMNS, K);
       for (int tile = from + warp; tile < until; tile += S) {
         float sum[4] = {-0.f, -0.f, -0.f, -0.f};
 #pragma unroll 1
@@ -74,8 +74,8 @@ DOWN_FEW_SOURCE = (
           run.end = h ? units : half;
           float acc[1][4];
           clear(acc);
-          stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool last) {
-            columns.go_on(last && run.end == units);
+          stream.multiply_run(w, run, next, [](int) {}, [&](W(&now)[1], bool) {
+            columns.go_on();
             now[0].multiply(acc, columns, t, grid_s);
           });
           for (int c = 0; c < 4; c++) sum[c] += acc[0][c];
@@ -109,8 +109,9 @@ DOWN_FEW_SOURCE = (
         return true;
       };
       shares.fill(next);
-      const bf16* const row = (const bf16*)shared + (size_t)min(g, rows - 1) * width + t * W::LANE_COLUMNS;
-      HeldRow<W> columns(row + member * W::UNIT, g < rows);
+      const u32 row = min(g, rows - 1) * width + t * W::LANE_COLUMNS;
+      u32 following = row + member * W::UNIT;
+      HeldRow<W> columns((const bf16*)shared + following, g < rows);
       columns.read(0);
       for (int begin = from, set = 0; begin < until; begin += TEAMS, set ^= 1) {
         // Two sets of sums, used in turn, so that a tile needs one barrier.
@@ -122,7 +123,8 @@ DOWN_FEW_SOURCE = (
           clear(acc);
           shares.multiply_run(w, share_of(tile, s), next, [](int) {}, [&](W(&now)[1], bool last) {
             columns.real &= !last || !ends || tile + TEAMS < until;
-            columns.following = last ? row + (ends ? member : s + TEAM) * W::UNIT : columns.following + SS * W::UNIT;
+            following = last ? row + (ends ? member : s + TEAM) * W::UNIT : following + SS * W::UNIT;
+            columns.following = (const bf16*)shared + following;
             now[0].multiply(acc, columns, t, grid_s);
           });
           for (int c = 0; c < 4; c++) sums[(warp / TEAM * SS + s) * 128 + 32 * c + lane] = acc[0][c];

@@ -29,7 +29,7 @@ SMS = 132
 _DENSE_FEW_BLOCKS = SMS
 _DENSE_FEW_WARPS = 24  # of a block at most
 DOWN_WARPS = 4  # of a block
-_DOWN_BLOCKS = 5  # at a time on a multiprocessor
+_DOWN_BLOCKS = 6  # at a time on a multiprocessor
 _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8  # parts of the width, whose sums are added up at the end
@@ -246,7 +246,8 @@ def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[
     share = split(tiles, values.shape[-1] // 128) if mode == 2 else 1
     template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
     held = _DOWN_HELD - 4096 * ("IQ2_XXS" in (format, other[0]))
-    template |= {"FS": FORMAT_IDS[other[0]], "SS": share, "HELD": held, "HELD_ROWS": held // (2 * a.shape[-1] + 64)}
+    template |= {"FS": FORMAT_IDS[other[0]], "SS": share, "HELD": held}
+    template["HELD_ROWS"] = min(held // (2 * a.shape[-1] + 64), 8)
     blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_BLOCKS * SMS)
     blocks = max(blocks, chosen.size + 1)  # each has one part of one matrix
     pairs = _down_few(

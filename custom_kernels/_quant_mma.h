@@ -298,6 +298,7 @@ struct Weight<Q2_K> {
         }
         const uint2 w = q[r][j / 4];
         m[r] = mul2_by_half(0x7b807b80u, lows[r], j & 1);
+        // The same: a fragment takes four registers, and copies were made anew for its second product.
         m[2 + r] = fma2(0x7b807b80u, half_twice(lows[r], j & 1), 0x80008000u);
         a[r][0] = mul2_by_half(__byte_perm(w.x, 0, 0x4140) & mask, scales[r], j & 1);
         a[r][1] = mul2_by_half(__byte_perm(w.x, 0, 0x4342) & mask, scales[r], j & 1);

@@ -3,7 +3,8 @@
 // few scoreboards that a warp waited for the newest of them, and left room for few warps: docs/log.md.)
 //
 // A step lies in a slot as 16 rows of codes of each matrix, then of scales, then of supers. In the codes, the 32 bytes
-// that lanes of four rows read at a time are moved so that they lie in different banks.
+// that lanes of four rows read at a time are moved so that they lie in different banks. Of Q2_K it lies as 16 rows of
+// all planes, 96 bytes apart: four rows are in different banks, and a lane's addresses differ by constants.
 
 namespace ds4 {
 
@@ -13,10 +14,8 @@ __device__ __forceinline__ u32 ring_of(const void* rings, int warp) { return sha
 
 template <class W>
 struct Slot {
-  // Q2_K: a row's planes lie together instead, in three quarters of four banks' width, so that four rows' octets of codes
-  // lie in different banks, and addresses differ by constants.
-  static constexpr bool ROWS = W::FORMAT == Q2_K;
-  static constexpr int PITCH = 96;  // of such a row
+  static constexpr bool ROWS = W::FORMAT == Q2_K;  // a row's planes lie together, PITCH bytes a row
+  static constexpr int PITCH = 96;
   static constexpr int ROW = W::PIECE ? W::SCALES : 4;  // bytes of a row's scales
   static constexpr int CODES = 16 * W::CODES, SCALES = W::FORMAT == FP8 ? 16 : 16 * ROW, SUPERS = 16 * W::SUPERS;
   static constexpr int BYTES = ROWS ? 16 * PITCH : CODES + SCALES + SUPERS;
@@ -56,7 +55,7 @@ struct PlaneCopies {
     from = plane + at[0];
   }
   __device__ __forceinline__ void copy(u32 to, int unit) const {
-    const unsigned char* const first = from + (unsigned long long)(u32)unit * BYTES;
+    const unsigned char* const first = from + unit * BYTES;
     // Pieces lie one behind another, except between rows; rows 32 pieces apart are moved alike.
     const u32 at = to + piece() / PIECES * PITCH + ((piece() % PIECES * PIECE) ^ Place::moved(piece() / PIECES));
 #pragma unroll
@@ -158,36 +157,36 @@ struct HeldRow {
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
-// One row of x a column, again for each tile. go_on() comes before a step; it says whether the next begins a tile. A
-// column without a row of its own has that of another, which costs no bandwidth. Here the row is in shared memory, where
-// octets are read AHEAD of their use.
+// One row of x a column, again for each tile; go_on() comes before a step. A column without a row of its own has that of
+// another, which costs no bandwidth. Here the row is in shared memory, where an octet is read as soon as the one before
+// is used; that needs few registers.
 template <class W>
 struct RowInShared {
-  static constexpr int APART = HeldRow<W>::APART, OCTETS = HeldRow<W>::OCTETS, AHEAD = 2;
-  uint4 v[AHEAD];
+  static constexpr int APART = HeldRow<W>::APART, OCTETS = HeldRow<W>::OCTETS;
+  uint4 v;
   u32 row, at, next;  // where it begins, and its octets of this step and of the next lie
-  __device__ __forceinline__ explicit RowInShared(const bf16* p) : row(shared_address(p)), at(row), next(row) {
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) v[i] = read16_shared(row + 2 * APART * i);
-  }
-  __device__ __forceinline__ void go_on(bool begins) {
+  int K;
+  __device__ __forceinline__ RowInShared(const bf16* p, int K)
+      : v(read16_shared(shared_address(p))), row(shared_address(p)), at(row), next(row), K(K) {}
+  __device__ __forceinline__ void go_on() {
     at = next;
-    next = begins ? row : at + 2 * W::UNIT;
+    next = at + 2 * W::UNIT - row == 2 * K ? row : at + 2 * W::UNIT;
   }
-  __device__ __forceinline__ uint4 octet(int, int column) const { return v[column / APART % AHEAD]; }
+  __device__ __forceinline__ uint4 octet(int, int) const { return v; }
   __device__ __forceinline__ void done(int column) {
-    const int i = column / APART + AHEAD;
-    v[i % AHEAD] = read16_shared((i < OCTETS ? at : next) + 2 * APART * (i % OCTETS));
+    const int i = column / APART + 1;
+    v = read16_shared(i < OCTETS ? at + 2 * APART * i : next);
   }
 };
 // And here in global memory.
 template <class W>
 struct RowInMemory {
   const bf16 *row, *at, *next;
-  __device__ __forceinline__ explicit RowInMemory(const bf16* p) : row(p), at(p), next(p) {}
-  __device__ __forceinline__ void go_on(bool begins) {
+  int K;
+  __device__ __forceinline__ RowInMemory(const bf16* p, int K) : row(p), at(p), next(p), K(K) {}
+  __device__ __forceinline__ void go_on() {
     at = next;
-    next = begins ? row : at + W::UNIT;
+    next = at + W::UNIT - row == K ? row : at + W::UNIT;
   }
   __device__ __forceinline__ uint4 octet(int, int column) const { return __ldg((const uint4*)(at + column)); }
   __device__ __forceinline__ void done(int) const {}

@@ -292,6 +292,22 @@ def test_many_rows_of_experts_have_the_bits_of_few(on_cpu, format, rows, part, o
         assert mx.array_equal(y[some].astype(mx.float32).sum(1).astype(mx.bfloat16), few)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_tiles_of_one_block(on_cpu, monkeypatch, format):
+    """A block that goes through many tiles, with activations of all pairs of an expert, of two and of none beside it,
+    has the bits of blocks with a tile a warp. Three units, in halves of two and one, or six."""
+    rng = np.random.default_rng(15)
+    planes, rows = random_planes(rng, format, 2, 160, 768), 5
+    a, chosen = rows_of(2 * rows, 768).reshape(rows, 2, 768), mx.array(np.tile(np.int32([0, 1]), (rows, 1)))
+    want = run(lambda: _quant_cuda.down_few(a, format, planes, chosen, None))
+    assert compare(want, expert_matmul.expert_down_ref(a, (format, planes), chosen, None), 2e-3)[0] is None
+    monkeypatch.setattr(_quant_cuda, "SMS", 1)
+    grid = 4096 * (format == "IQ2_XXS")
+    for held in (_quant_cuda._DOWN_HELD, 2 * 1600 + grid, 16 + grid):
+        monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", held)
+        assert mx.array_equal(run(lambda: _quant_cuda.down_few(a, format, planes, chosen, None)), want)
+
+
 @pytest.mark.parametrize("formats", [("Q8_0", "Q8_0", "F32"), ("IQ2_XXS", "MXFP4", "Q8_0"), ("FP8", "FP8", "F16")])
 def test_first_half_of_the_feed_forward_part(on_cpu, formats):
     """Same bits as the products alone and the SwiGLU of the portable text; one row alone as among eight."""
