@@ -105,13 +105,13 @@ def takes(h: mx.array, mix: mx.array) -> bool:
 def project(x: mx.array, weight, h: mx.array, mix: mx.array) -> mx.array:
     """x bfloat16 [.., K], up to 8 rows; as `expand_matmul.project_expand`."""
     format, planes = weight
-    tiles = ceil_div(h.shape[-1], 16)
-    warps = _quant_cuda.split(tiles, x.shape[-1] // 128)
-    inputs = [x, *_quant_cuda.planes_of(planes)]
-    rows = prod(x.shape[:-1])
-    if plan := _quant_cuda.dense_few_plan(_project_few, rows, format, h.shape[-1], x.shape[-1], 1):
-        template, (all_threads, _, _), threads = plan
-        return _launch(_project_few, inputs, template, all_threads // threads, threads, h, mix)
+    *leading, K = x.shape
+    C, inputs = h.shape[-1], [x, *_quant_cuda.planes_of(planes)]
+    if plan := _quant_cuda.dense_few_plan(_project_few, prod(leading), format, C, K, 1):
+        template, grid, threads = plan
+        return _launch(_project_few, inputs, template, grid[0] // threads, threads, h, mix)
+    tiles = ceil_div(C, 16)
+    warps = _quant_cuda.split(tiles, K // 128)
     template = [("F", FORMAT_IDS[format]), ("S", warps), ("NT", 1), ("G", 1)]
     return _launch(_project, inputs, template, tiles, 32 * warps, h, mix)
 

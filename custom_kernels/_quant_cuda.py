@@ -1,9 +1,10 @@
 """CUDA bodies of the quantized products: tensor cores, for one row and a few.
 
-From 128 rows on (K-quants never) `_quant_tile_cuda.py` takes over, for many rows of experts `_expert_tile_cuda.py`. The
-portable Metal text runs on CUDA too, but there six rows cost six times the multiply-adds. These kernels (header
-`_quant_mma.h`) let 8 activation rows ride in one mma for the price of one. A row's sums are taken in an order that
-depends on the weight's shape alone, so one-row, six-row and prefill results are equal bit for bit.
+Up to 8 rows of a dense product have the body of `_dense_few_cuda.py` where a block has room for it. From 128 rows on
+(K-quants never) `_quant_tile_cuda.py` takes over, for many rows of experts `_expert_tile_cuda.py`. The portable Metal
+text runs on CUDA too, but there six rows cost six times the multiply-adds. These kernels (header `_quant_mma.h`) let 8
+activation rows ride in one mma for the price of one. A row's sums are taken in an order that depends on the weight's
+shape alone, so one-row, six-row and prefill results are equal bit for bit.
 
 Estimate: bytes are the planes once plus activations from cache; per weight about 1.5 operations (Q8_0, Q2_K), 2
 (IQ2_XXS) or 3 (MXFP4), against 28 T/s on an H200: Q8_0 is bound by memory, IQ2_XXS and Q2_K by arithmetic.
@@ -26,8 +27,8 @@ from ._tiles_cuda import PTX
 # Columns of one step; no entry: a float format, which the portable text multiplies.
 _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_XXS": 256}
 SMS = 132
-_DENSE_FEW_BLOCKS = SMS
-_DENSE_FEW_WARPS = 24  # of a block at most
+_DENSE_FEW_BLOCKS = SMS  # at a time
+_DENSE_FEW_WARPS = 24  # of a block, at most
 DOWN_WARPS = 4  # of a block
 _DOWN_BLOCKS = 6  # at a time on a multiprocessor
 _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
@@ -155,8 +156,6 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     """x bfloat16 [.., groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [.., N]."""
     *leading, width = x.shape
     M, N = prod(leading), planes["codes"].shape[0]
-    tiles = ceil_div(N, 16)
-    warps = split(tiles, width // groups // 128)
     if plan := dense_few_plan(_dense_few, M, format, N, width // groups, groups):
         template, grid, threads = plan
         return _dense_few(
@@ -167,6 +166,8 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
             output_shapes=[(*leading, N)],
             output_dtypes=[out_dtype],
         )[0]
+    tiles = ceil_div(N, 16)
+    warps = split(tiles, width // groups // 128)
     nt = 1 if M <= 8 else 4
     return _dense(
         inputs=[x, *planes_of(planes)],
@@ -178,22 +179,24 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     )[0]
 
 
-def dense_few_plan(kernel: Kernel, M: int, format: str, N: int, K: int, groups: int):
-    """(template, grid, threads) of a launch of the body for few rows; None where it has no room."""
+def dense_few_plan(
+    kernel: Kernel, M: int, format: str, N: int, K: int, groups: int
+) -> tuple[list[tuple[str, int]], tuple[int, int, int], int] | None:
+    """(template, grid, threads of a block) for a launch of the body for few rows, N x K all in all; None where it has
+    no room."""
     if M > 8 or not kernel.has_room:
         return None
     tiles, warps = ceil_div(N // groups, 16), split(ceil_div(N, 16), K // 128)
     blocks = min(max(_DENSE_FEW_BLOCKS // groups, 1), tiles)
     each = ceil_div(tiles, blocks)
     rounds = ceil_div(each, _DENSE_FEW_WARPS // warps)
-    step, text = _dense_few_cuda.STEP_BYTES[format], _dense_few_cuda
-    room = kernel.shared_memory - M * (2 * K + text.PADDING) - text.GRID_BYTES * (format == "IQ2_XXS")
     for teams in range(ceil_div(each, rounds), 0, -1):
-        steps = min((room // (teams * warps) - text.SUMS_BYTES) // step, 4)
+        steps = _dense_few_cuda.steps(format, M, K, teams * warps, kernel.shared_memory)
         if steps >= 2:
-            template = {"F": FORMAT_IDS[format], "S": warps, "TEAMS": teams, "STEPS": steps, "STEP_BYTES": step}
+            template = {"F": FORMAT_IDS[format], "S": warps, "TEAMS": teams, "STEPS": steps, "G": groups}
+            template |= {"STEP_BYTES": _dense_few_cuda.STEP_BYTES[format]}
             threads = 32 * warps * teams
-            return [*template.items(), ("G", groups)], (blocks * threads, groups, 1), threads
+            return list(template.items()), (blocks * threads, groups, 1), threads
     return None
 
 

@@ -106,8 +106,8 @@ def test_few_rows_in_shared_memory(on_cpu, monkeypatch, small_blocks, format, bl
         assert mx.array_equal(run(lambda rows=rows: dense(x[rows])), want[rows])
 
 
-def test_bytes_of_a_step():
-    """The largest products of 8 rows leave rings of two steps; one that leaves none, and 9 rows, have another body."""
+def test_room_for_few_rows():
+    """The largest products of 8 rows leave rings of two steps or more; one that does not, and 9 rows, have another body."""
     kernel = _quant_cuda._dense_few
     plan = functools.partial(_quant_cuda.dense_few_plan, kernel, format="Q8_0", groups=1)
     for M, N, K in ((1, 5120, 8192), (6, 5120, 8192), (8, 5120, 8192), (8, 32768, 1280), (1, 16, 128), (8, 16, 10240)):
