@@ -7,7 +7,7 @@ from ._expert_few_cuda import FIRSTS, PAIRS
 
 DOWN_FEW_SOURCE = (
     """
-    // A block has a part of an expert, for as many of its pairs as HELD bytes of shared memory hold: up to `rounds`
+    // A block has a part of an expert, for as many of its pairs as shared memory holds, HELD_ROWS: up to `rounds`
     // tiles of 16 output rows for each of its S warps, the whole width in one warp, whose ring runs on through them.
     // Or, SHARED == 2, a part of the shared expert's matrix, where the warps take the width in turn. y: each pair's
     // outputs, rounded, then the shared expert's of each row. Sums are those of two halves of the width, and of the SS
@@ -23,10 +23,10 @@ DOWN_FEW_SOURCE = (
     }
     __shared__ uint4 rings[S * RING / 16];
     __shared__ uint4 held[HELD / 16];
-    const u32 ring = ring_of(rings, __shfl_sync(~0u, warp, 0));
+    const u32 ring = ring_of(rings, __shfl_sync(~0u, warp, 0));  // in a uniform register
     const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16;
     const int pitch = K + 32;  // of the pairs' activations: neighbours in different banks
-    constexpr int group = HELD_ROWS > 0 ? HELD_ROWS : 1;  // pairs at most
+    constexpr int group = HELD_ROWS > 0 ? HELD_ROWS : 1;  // pairs at most; not held, one is read where it lies
     const unsigned long long firsts = first_of_every(group);
     const int groups = __popcll(firsts);
     // A group has as few parts as take no more rounds than its share of the blocks would; the shared matrix, which is

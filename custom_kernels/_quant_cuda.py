@@ -250,7 +250,7 @@ def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[
     template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
     held = _DOWN_HELD - 4096 * ("IQ2_XXS" in (format, other[0]))
     template |= {"FS": FORMAT_IDS[other[0]], "SS": share, "HELD": held}
-    template["HELD_ROWS"] = min(held // (2 * a.shape[-1] + 64), 8)
+    template["HELD_ROWS"] = min(held // (2 * a.shape[-1] + 64), 8)  # 8 columns of a tile
     blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_BLOCKS * SMS)
     blocks = max(blocks, chosen.size + 1)  # each has one part of one matrix
     pairs = _down_few(

@@ -157,9 +157,9 @@ struct HeldRow {
   __device__ __forceinline__ void done(int column) { read16_if(real, v[column / APART], following + column); }
 };
 
-// One row of x a column, again for each tile; go_on() comes before a step. A column without a row of its own has that of
-// another, which costs no bandwidth. Here the row is in shared memory, where an octet is read as soon as the one before
-// is used; that needs few registers.
+// One row of x a column, again for each tile; go_on() comes before a step. A column without a row of its own has that
+// of another, which costs no bandwidth. Here the row is in shared memory, where an octet is read as soon as the one
+// before is used; that needs few registers.
 template <class W>
 struct RowInShared {
   static constexpr int APART = HeldRow<W>::APART, OCTETS = HeldRow<W>::OCTETS;

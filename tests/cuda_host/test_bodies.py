@@ -294,8 +294,8 @@ def test_many_rows_of_experts_have_the_bits_of_few(on_cpu, format, rows, part, o
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_tiles_of_one_block(on_cpu, monkeypatch, format):
-    """A block that goes through many tiles, with activations of all pairs of an expert, of two and of none beside it,
-    has the bits of blocks with a tile a warp. Three units, in halves of two and one, or six."""
+    """Warps that go through many tiles, with activations of all pairs of an expert in shared memory, of two or of none,
+    have the bits of those with one tile. Three units of columns, in halves of two and one, or six."""
     rng = np.random.default_rng(15)
     planes, rows = random_planes(rng, format, 2, 160, 768), 5
     a, chosen = rows_of(2 * rows, 768).reshape(rows, 2, 768), mx.array(np.tile(np.int32([0, 1]), (rows, 1)))
