@@ -128,6 +128,13 @@ __device__ __forceinline__ u32 upper_product(u32 a, u32 b, u32 c) {
   return r;
 }
 
+// Bytes of a and b that the nibbles of `select` name, each below 8; __byte_perm() would mask them.
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 select) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select));
+  return r;
+}
+
 // x, of which the compiler knows nothing.
 __device__ __forceinline__ u32 opaque(u32 x) {
   asm("" : "+r"(x));

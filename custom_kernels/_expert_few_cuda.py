@@ -42,6 +42,8 @@ GATE_UP_FEW_SOURCE = (
     // Teams of TEAM warps, TEAMS a block, go round the items (distinct expert, tile): 16 rows of gate and up, for pairs
     // with this expert, four at a time, in every other column: that saves half of the products with scales. A warp adds
     // up parts of the width, of the S that take its units in turn; its ring runs on through parts and items.
+    typedef ds4::GateUp<F, S, BYTES> Products;
+    const typename Products::Words words{};
 """
     + PAIRS
     + FIRSTS
@@ -56,16 +58,17 @@ GATE_UP_FEW_SOURCE = (
       first_riders[k] = q;
     }
     __syncthreads();
-    typedef Few<F, true> W;
+    constexpr int PARTS = Products::PARTS;
     const int team = warp / TEAM, member = warp % TEAM;
-    // Tables at a multiple of their size, if there are any; rings before them and behind them.
+    // Tables at a multiple of their size, if there are any; rings before them, from there down, and behind them.
     unsigned char *const start = (unsigned char*)dynamic_shared(), *tables = start;
-    if (W::TABLES) tables += -shared_address(start) & (W::TABLES - 1);
+    if (Products::TABLES) tables += -shared_address(start) & (Products::TABLES - 1);
     const int rings_before = min((int)(tables - start) / BYTES, TEAMS * TEAM);
-    unsigned char* const behind = tables + W::TABLES - rings_before * BYTES;
-    Stream<W, 2, S, BYTES> stream(opaque(shared_address(warp < rings_before ? start : behind) + warp * BYTES));
-    // Two sets of sums, used in turn, so that an item needs one barrier.
-    float* const all_sums = (float*)(behind + TEAMS * TEAM * BYTES) + team * (2 * 2 * S * 64);
+    unsigned char* const behind = tables + Products::TABLES;
+    const int place = warp - rings_before;  // of the warp's ring, among those behind if it is one
+    unsigned char* const ring = place < 0 ? tables - (warp + 1) * BYTES : behind + place * BYTES;
+    Products products(opaque(shared_address(ring)), tables);
+    float* const sums = (float*)(behind + (TEAMS * TEAM - rings_before) * BYTES) + team * (2 * S * 64);
     const float LIMIT = __int_as_float(LIMIT_BITS);
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
@@ -79,48 +82,45 @@ GATE_UP_FEW_SOURCE = (
       for (item.tile += by; item.tile >= tiles; item.tile -= tiles) item.which++;
     };
     auto run_of = [&](const Item& item, int part) {
-      return Run{(size_t)experts[item.which] * N, item.tile, N, K, part, S, K / W::UNIT};
+      const size_t base = (size_t)experts[item.which] * N;
+      return Run{base, item.tile, N, K, part / PARTS, S / PARTS, K / Products::UNIT};
     };
     const int stride = TEAMS * gridDim.x;
     Item item = {0, 0};
     go_on(item, team * gridDim.x + blockIdx.x);
     Item sent = item;
-    int sent_part = member;
+    int sent_part = PARTS * member;
     auto next = [&] {
       if (sent.which >= distinct) return false;
-      stream.open(w, run_of(sent, sent_part));
-      sent_part += TEAM;
+      products.open(w, run_of(sent, sent_part));
+      sent_part += PARTS * TEAM;
       if (sent_part >= S) {
-        sent_part = member;
+        sent_part = PARTS * member;
         go_on(sent, stride);
       }
       return true;
     };
-    stream.fill(next);
-    W::stage((uint4*)tables);
+    products.fill(w, next);
+    words.stage(tables);
     __syncthreads();
-    const typename W::Reader reader((const uint4*)tables, t);
-    for (int set = 0; item.which < distinct; go_on(item, stride), set ^= 1) {
+    products.begin();
+    for (; item.which < distinct; go_on(item, stride)) {
       // And those of later groups.
       const unsigned long long riders = chosen_by(experts[item.which]) & (~0ull << first_riders[item.which]);
       // The pair of rider t, whose outputs are this lane's, and that of column g.
       const int pair = t < __popcll(riders) ? pair_of(riders, t) : -1, of_column = __shfl_sync(~0u, pair, g / 2);
-      const bf16* const row = (const bf16*)x + (size_t)(max(of_column, 0) / SLOTS) * K;
-      HeldRow<W> columns(opaque(row + t * W::LANE_COLUMNS), opaque((u32)(g % 2 == 0 && of_column >= 0)));
-      float* const sums = all_sums + set * (2 * S * 64);
+      const bf16* row = (const bf16*)x + (size_t)(max(of_column, 0) / SLOTS) * K + t * Products::LANE_COLUMNS;
+      const u32 real = opaque((u32)(g % 2 == 0 && of_column >= 0));
+      row = opaque(row);
 #pragma unroll 1
-      for (int part = member; part < S; part += TEAM) {
-        float gate[1][4], up[1][4];
-        clear(gate);
-        clear(up);
-        auto read = [&](int unit) { columns.read(unit * W::UNIT); };
-        stream.multiply_run(w, run_of(item, part), next, read, [&](W(&now)[2], bool) {
-          W::multiply_both(now, gate, up, columns, reader);
-        });
-        for (int h = 0; h < 2; h++) {
-          sums[part * 64 + 32 * h + lane] = gate[0][2 * h];
-          sums[(S + part) * 64 + 32 * h + lane] = up[0][2 * h];
-        }
+      for (int part = PARTS * member; part < S; part += PARTS * TEAM) {
+        float sum[PARTS][2][2];
+        products.multiply(sum, w, run_of(item, part), next, row, real);
+        if (part == PARTS * member) sync_team(team, 32 * TEAM);  // the sums of the last item have been read
+#pragma unroll
+        for (int i = 0; i < PARTS; i++)
+          for (int m = 0; m < 2; m++)
+            for (int r = 0; r < 2; r++) sums[(m * S + part + i) * 64 + 32 * r + lane] = sum[i][m][r];
       }
       sync_team(team, 32 * TEAM);
       for (int e = 32 * member + lane; e < 64; e += 32 * TEAM) {

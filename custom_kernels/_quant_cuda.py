@@ -31,11 +31,11 @@ _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS:
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8  # parts of the width, whose sums are added up at the end
 _TEAM, _TEAMS = 4, 4  # warps that share an item of gate and up; teams of a block, the only one on a multiprocessor
-_WIDE_RING = 3 * 1152  # bytes of a warp's ring where IQ2_XXS has wide tables: three steps of two matrices
-# Rings of its warps, and sums of its teams, twice. The wide tables are 64 KB at a multiple of their size: rings lie
-# before them as far as there is room, the rest behind. An A100's block may have 163 KB.
-_SUMS = _TEAMS * 2 * 2 * GATE_UP_SPLIT * 256
-_GATE_UP_BYTES = {False: _TEAM * _TEAMS * RING + _SUMS, True: 2 * 65536 + _SUMS}
+_WIDE_RING = 2 * 2176  # bytes of a warp's ring where IQ2_XXS has wide tables: two steps of two matrices
+# Rings of its warps, and sums of its teams. The wide tables are 64 KB at a multiple of their size: rings lie before
+# them as far as there is room, for all but two. An A100's block may have 163 KB.
+_SUMS = _TEAMS * 2 * GATE_UP_SPLIT * 256
+_GATE_UP_BYTES = {False: _TEAM * _TEAMS * RING + _SUMS, True: 2 * 65536 + 2 * _WIDE_RING + _SUMS}
 
 HEADER = (
     PTX + f"#include <cuda_fp16.h>\n#define DS4_RING {RING}\n"
@@ -44,7 +44,7 @@ HEADER = (
     + (Path(__file__).parent / "_quant_mma.h").read_text()
     + (Path(__file__).parent / "_quant_ring.h").read_text()
 )
-FEW_HEADER = HEADER + (Path(__file__).parent / "_few_mma.h").read_text()
+FEW_HEADER = HEADER + "".join((Path(__file__).parent / f"_few_{part}.h").read_text() for part in ("mma", "iq2"))
 
 _PROLOGUE = """
     using namespace ds4;

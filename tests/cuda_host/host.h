@@ -262,6 +262,10 @@ static void read16_if(bool condition, uint4& v, const void* p) {
   if (condition) v = *(const uint4*)p;
 }
 static u32 upper_product(u32 a, u32 b, u32 c) { return u32(uint64_t(a) * b >> 32) + c; }
+static u32 permute(u32 a, u32 b, u32 select) {
+  if (select & 0x8888) fprintf(stderr, "cuda_host: a byte permutation names a sign\n"), abort();
+  return __byte_perm(a, b, select);
+}
 template <class T>
 static T opaque(T x) { return x; }
 static u32 read4(const void* p) { return *(const u32*)p; }
