@@ -73,10 +73,16 @@ def rope_frequencies(
 
 
 def rope_table(positions: np.ndarray, frequencies: np.ndarray) -> tuple[mx.array, mx.array]:
+    """`host_rope_table` as MLX's arrays."""
+    cos, sin = host_rope_table(positions, frequencies)
+    return mx.array(cos), mx.array(sin)
+
+
+def host_rope_table(positions: np.ndarray, frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin, float32 [positions, pairs], of the float32 phase position * frequency."""
     phase = positions.astype(np.float32)[:, None] * frequencies[None, :]
     phase = phase.astype(np.float64)  # the phase is float32 as in the reference, the functions are exact
-    return mx.array(np.cos(phase).astype(np.float32)), mx.array(np.sin(phase).astype(np.float32))
+    return np.cos(phase).astype(np.float32), np.sin(phase).astype(np.float32)
 
 
 def rope(x: mx.array, cos: mx.array, sin: mx.array, *, inverse: bool = False) -> mx.array:

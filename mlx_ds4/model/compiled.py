@@ -4,8 +4,8 @@ A pass over up to 8 rows runs as a chain of graphs. The first of a model with En
 layers before Engram; it needs no number on the host, so the device works on it while the host still waits for the token
 that Engram must hash. Without Engram nothing waits. The next graph has two layers, then come eight each: a graph is
 copied as a whole before any of it is evaluated, and the device would wait for that. Positions, bounds and slots are
-arrays, so a graph serves every step of its shape (`StepShape`) and cache capacity; the arrays it makes are the rings
-and the recent rows, never the old ones.
+arrays, made on the host as one and taken apart on the device by the first graph; so a graph serves every step of its
+shape (`StepShape`) and cache capacity. The arrays it makes are the rings and the recent rows, never the old ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
 
-from .step import Step, StepShape
+from .step import Layout, Step, StepShape, unpack
 
 if TYPE_CHECKING:
     from .model import Model
@@ -53,20 +53,21 @@ class CompiledSteps:
         if not hashed and not sampled:
             model.checked_ids(tokens)
         step = Step(model.config, cache.offset, tokens.shape[1])
-        shape, arrays = step.shape, step.inputs()
-        state, published, outputs, taps = [tokens], {}, [], []
+        shape, (packed, layout) = step.shape, step.packed()
+        state, arrays, published, outputs, taps = [tokens, packed], {}, {}, [], []
         mapped, records = None, {}
         for part, (first, end) in enumerate(parts := _parts(model)):
             if part == 1 and hashed:
                 mapped, records = model.fetch(model.checked_ids(tokens), cache)
             ends = part + 1 == len(parts)
             key = (part, shape, ends and last_only)
-            graph = self._graph(key, lambda part=part: self._part(parts, part, shape, last_only))
+            graph = self._graph(key, lambda part=part: self._part(parts, part, shape, layout, last_only))
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
-            state, published, made, some = graph(state, arrays, inputs, own, published)
+            state, unpacked, published, made, some = graph(state, arrays, inputs, own, published)
             if not ends:
-                mx.async_eval(state, made)
+                mx.async_eval(state, unpacked, made)
+            arrays = arrays or unpacked
             outputs += made
             taps += some
         for layer, made in zip(cache, outputs, strict=True):
@@ -74,8 +75,11 @@ class CompiledSteps:
         cache.advance(shape.length, mapped)
         return state[0], taps
 
-    def _part(self, parts: list[tuple[int, int]], part: int, shape: StepShape, last_only: bool) -> Callable:
-        """A run of layers; the first part begins with the embedding, the last one ends with the head."""
+    def _part(
+        self, parts: list[tuple[int, int]], part: int, shape: StepShape, layout: Layout, last_only: bool
+    ) -> Callable:
+        """A run of layers; the first part begins with the embedding and unpacks the step's arrays for all, the last one
+        ends with the head."""
         model, (first, end) = self._model, parts[part]
         twins = [LayerCache(model.config, layer) for layer in range(len(model.layers))]
 
@@ -86,14 +90,19 @@ class CompiledSteps:
             records: dict[int, mx.array],
             published: dict[str, Any],
         ):
+            tokens = None
+            if part == 0:
+                tokens, packed = state
+                arrays = unpack(packed, layout)
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
             caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
             _read(published, step, caches[:first])
-            h, pre = model.start(*state) if part == 0 else state
+            h, pre = state if tokens is None else model.start(tokens)
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)
             out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
-            return out, _published(step), [cache.outputs for cache in caches[first:end]], step.taps
+            own = arrays if part == 0 and part + 1 < len(parts) else {}
+            return out, own, _published(step), [cache.outputs for cache in caches[first:end]], step.taps
 
         return run
 

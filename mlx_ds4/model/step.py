@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_ds4.cache import REWIND, LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels._kernel import tickets
-from mlx_ds4.custom_kernels.rope import rope_frequencies, rope_table
+from mlx_ds4.custom_kernels._kernel import TICKETS
+from mlx_ds4.custom_kernels.rope import host_rope_table, rope_frequencies
 
 Rotation = tuple[mx.array, mx.array]
+# Of packed values: name, where it begins, its shape, and whether it is float32.
+Layout = tuple[tuple[str, int, tuple[int, ...], bool], ...]
+_ALIGNED = 4  # words: kernels may read 16 bytes at a time
 
 
 class Reach(IntEnum):
@@ -62,9 +65,9 @@ class Step:
 
     Layers publish here what later layers of the SAME pass read: the top-k list (`selection`), the candidate blocks
     (`candidates`) and the owner of the compressed rows (`source`). With a `trace` dict every module notes
-    its intermediate arrays under `L<layer>.<name>`. What follows from the positions comes as arrays made on the host
-    when first asked for, so that a compiled graph can take them as inputs. Windows begin at position `seen_from` at
-    the earliest.
+    its intermediate arrays under `L<layer>.<name>`. What follows from the positions is computed on the host when first
+    asked for; a compiled graph takes all of it as one array (`packed`, `unpack`). Windows begin at position `seen_from`
+    at the earliest.
     """
 
     def __init__(
@@ -79,10 +82,11 @@ class Step:
         self.start = start
         self.positions = np.arange(start, start + length)
         self._seen_from = seen_from
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @classmethod
     def traced(cls, config: ModelConfig, shape: StepShape, arrays: dict[str, mx.array]) -> Step:
-        """A pass of this shape over the `inputs()` of another; it knows no numbers."""
+        """A pass of this shape over the `packed` values of another; it knows no numbers."""
         step = cls.__new__(cls)
         step._set(config, shape, arrays, None)
         return step
@@ -131,41 +135,40 @@ class Step:
     def reach(self, ratio: int) -> Reach:
         return self.shape.reach[ratio - 1]
 
-    def inputs(self) -> dict[str, mx.array]:
-        """Every array that a short step may ask for."""
+    def packed(self) -> tuple[mx.array, Layout]:
+        """Every value that a short step may ask for, int32 [n], and how `unpack` finds them there. They are one array,
+        because CUDA fetches a new array of the host's page by page when a launch first reads it."""
         ratios = sorted({r for r in self.config.compress_ratios if r})
-        for ratio in ratios:
-            self.visible(ratio)
-            self.rotation(ratio)
-            if self.entries(ratio):
-                self.group_rotation(ratio)
-        self.rotation(0)
-        self.at()
-        self.tickets()
-        self.window_list()
-        return self._arrays
+        turns = sorted({0, *([1] if ratios else []), *[r for r in ratios if self.entries(r)]})
+        names = ["at", "tickets", "window", *[f"visible {r}" for r in ratios]]
+        names += [f"{part} {r}" for r in turns for part in ("cos", "sin")]
+        layout, parts, end = [], [], 0
+        for name in names:
+            value = self._value(name)
+            layout.append((name, end, value.shape, value.dtype == np.float32))
+            parts.append(np.pad(value.reshape(-1).view(np.int32), (0, -value.size % _ALIGNED)))
+            end += parts[-1].size
+        return mx.array(np.concatenate(parts)), tuple(layout)
 
     def at(self) -> mx.array:
         """The position where the step starts, int32 [1]."""
-        return self._array("at", lambda: mx.array([self.start], dtype=mx.int32))
+        return self._array("at")
 
     def tickets(self) -> mx.array:
         """What the launches of this step count arrivals in, int32: each needs the results of the one before."""
-        return self._array("tickets", tickets)
+        return self._array("tickets")
 
     def rotation(self, ratio: int) -> Rotation:
         """cos and sin of this step's positions for a layer of the given compression ratio."""
-        return self._rotation(ratio > 0, 1, lambda: self.positions)
+        return self._rotation(min(ratio, 1))
 
     def group_rotation(self, ratio: int) -> Rotation:
         """cos and sin of the entries completed in this step: entry j turns at position j * ratio."""
-        return self._rotation(
-            True, ratio, lambda: np.arange(self.start // ratio, (self.start + self.length) // ratio) * ratio
-        )
+        return self._rotation(ratio)
 
     def visible(self, ratio: int) -> mx.array:
         """Compressed entries that each row may see, int32 [L]: those complete at its position."""
-        return self._array(f"visible{ratio}", lambda: mx.array(((self.positions + 1) // ratio).astype(np.int32)))
+        return self._array(f"visible {ratio}")
 
     def window_list(self) -> mx.array:
         """Rows that each position sees in what its layer keeps of the last ones, int32 [1, L, W]: slots of the ring in
@@ -173,7 +176,36 @@ class Step:
 
         Oldest first, padded with -1: a row at position p sees max(`seen_from`, p - W + 1) .. p.
         """
-        return self._array("window", lambda: mx.array(self._window_list()[None].astype(np.int32)))
+        return self._array("window")
+
+    def _rotation(self, ratio: int) -> Rotation:
+        return self._array(f"cos {ratio}"), self._array(f"sin {ratio}")
+
+    def _array(self, name: str) -> mx.array:
+        if name not in self._arrays:
+            self._arrays[name] = mx.array(self._value(name))
+        return self._arrays[name]
+
+    def _value(self, name: str) -> np.ndarray:
+        """What stands under a name, int32 or float32, from the positions."""
+        what, _, ratio = name.partition(" ")
+        if what == "at":
+            return np.array([self.start], dtype=np.int32)
+        if what == "tickets":
+            return np.zeros(TICKETS, dtype=np.int32)
+        if what == "visible":
+            return ((self.positions + 1) // int(ratio)).astype(np.int32)
+        if what == "window":
+            return self._window_list()[None].astype(np.int32)
+        return self._table(int(ratio))[what == "sin"]
+
+    def _table(self, ratio: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin: 0, of plain layers; 1, of compressed ones; beyond, at the starts of completed groups."""
+        if ratio not in self._tables:
+            ends = np.arange(self.start // max(ratio, 1), (self.start + self.length) // max(ratio, 1))
+            frequencies = layer_frequencies(self.config, ratio > 0)
+            self._tables[ratio] = host_rope_table(ends * max(ratio, 1), frequencies)
+        return self._tables[ratio]
 
     def _window_list(self) -> np.ndarray:
         width = self.config.sliding_window
@@ -181,18 +213,15 @@ class Step:
         rows = seen % (width + REWIND) if self.short else seen - max(0, self.start - (width - 1))
         return np.where(seen <= self.positions[:, None], rows, -1)
 
-    def _rotation(self, compressed: bool, ratio: int, positions: Callable[[], np.ndarray]) -> Rotation:
-        """Of plain layers, or of compressed ones at multiples of `ratio`."""
-        name = f"turn{ratio}" if compressed else "turn"
-        if f"{name}.cos" not in self._arrays:
-            table = rope_table(positions(), layer_frequencies(self.config, compressed))
-            self._arrays[f"{name}.cos"], self._arrays[f"{name}.sin"] = table
-        return self._arrays[f"{name}.cos"], self._arrays[f"{name}.sin"]
 
-    def _array(self, name: str, make: Callable[[], mx.array]) -> mx.array:
-        if name not in self._arrays:
-            self._arrays[name] = make()
-        return self._arrays[name]
+def unpack(packed: mx.array, layout: Layout) -> dict[str, mx.array]:
+    """The arrays of `Step.packed` by name, on the device: within a graph, one launch copies them all."""
+    words = packed + 0
+    numbers = words.view(mx.float32)
+    return {
+        name: (numbers if real else words)[begin : begin + prod(shape)].reshape(shape)
+        for name, begin, shape, real in layout
+    }
 
 
 @functools.lru_cache(maxsize=8)  # asked for at every step, always with the same config

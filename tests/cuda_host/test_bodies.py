@@ -62,6 +62,21 @@ def test_halves_of_words(on_cpu, width):
         assert compare(launch(item.kernel, item.inputs, item.call, at)[0], want, 1e-5)[0] is None
 
 
+@pytest.mark.parametrize("width", [512, 768, 2304])
+def test_halves_of_words_of_experts(on_cpu, width):
+    """The same of gate and up: experts and rows at a word and in its middle, a short tile, warps without steps."""
+    rng = np.random.default_rng(15)
+    gate, up = (random_planes(rng, "IQ2_XXS", 3, 19, width) for _ in range(2))
+    x, chosen = rows_of(6, width), mx.array([[0, 1], [2, 1], [1, 0], [1, 2], [2, 1], [1, 0]], dtype=mx.int32)
+    launches = []
+    with watch_launches(launches.append):
+        _quant_cuda.gate_up_few(x, "IQ2_XXS", gate, up, chosen, mx.ones((6, 2)), 10.0)
+    (item,) = launches
+    want = expert_matmul.expert_swiglu_ref(x, ("IQ2_XXS", gate), ("IQ2_XXS", up), chosen, mx.ones((6, 2)), limit=10.0)
+    first, second = (launch(item.kernel, item.inputs, item.call, at)[0] for at in (0, 2))
+    assert compare(first, want, 2e-3)[0] is None and mx.array_equal(first, second)
+
+
 def test_grouped_product(on_cpu):
     planes = random_planes(np.random.default_rng(2), "Q8_0", 3 * 16, 128)
     x = rows_of(2, 3 * 128)
@@ -258,7 +273,7 @@ def test_experts(on_cpu, monkeypatch, formats, rows):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("rows", "part", "outputs"), [(9, 256, 160), (110, 512, 32)])
+@pytest.mark.parametrize(("rows", "part", "outputs"), [(9, 256, 160), (110, 512, 32), (9, 1024, 16)])
 def test_many_rows_of_experts_have_the_bits_of_few(on_cpu, format, rows, part, outputs):
     """110 rows: one expert has them all, in three parts, one none, one a single row; sums of different lengths. A block
     has 128 weight rows, so the last ones of 160 and most of 32 have none of their own. Most of a sum cancels, so that
