@@ -58,10 +58,6 @@ GATE_UP_FEW_SOURCE = (
       first_riders[k] = q;
     }
     __syncthreads();
-<<<<<<< HEAD
-    typedef GateUp<F, S, BYTES> Products;
-=======
->>>>>>> gate
     constexpr int PARTS = Products::PARTS;
     const int team = warp / TEAM, member = warp % TEAM;
     // Tables at a multiple of their size, if there are any; rings before them, from there down, and behind them.
@@ -69,12 +65,8 @@ GATE_UP_FEW_SOURCE = (
     if (Products::TABLES) tables += -shared_address(start) & (Products::TABLES - 1);
     const int rings_before = min((int)(tables - start) / BYTES, TEAMS * TEAM);
     unsigned char* const behind = tables + Products::TABLES;
-<<<<<<< HEAD
-    unsigned char* const ring = warp < rings_before ? tables - (warp + 1) * BYTES : behind + (warp - rings_before) * BYTES;
-=======
     const int place = warp - rings_before;  // of the warp's ring, among those behind if it is one
     unsigned char* const ring = place < 0 ? tables - (warp + 1) * BYTES : behind + place * BYTES;
->>>>>>> gate
     Products products(opaque(shared_address(ring)), tables);
     float* const sums = (float*)(behind + (TEAMS * TEAM - rings_before) * BYTES) + team * (2 * S * 64);
     const float LIMIT = __int_as_float(LIMIT_BITS);
@@ -109,15 +101,9 @@ GATE_UP_FEW_SOURCE = (
       return true;
     };
     products.fill(w, next);
-<<<<<<< HEAD
-    Products::stage(tables);
-    __syncthreads();
-    products.first();
-=======
     words.stage(tables);
     __syncthreads();
     products.begin();
->>>>>>> gate
     for (; item.which < distinct; go_on(item, stride)) {
       // And those of later groups.
       const unsigned long long riders = chosen_by(experts[item.which]) & (~0ull << first_riders[item.which]);
@@ -126,20 +112,11 @@ GATE_UP_FEW_SOURCE = (
       const bf16* row = (const bf16*)x + (size_t)(max(of_column, 0) / SLOTS) * K + t * Products::LANE_COLUMNS;
       const u32 real = opaque((u32)(g % 2 == 0 && of_column >= 0));
       row = opaque(row);
-<<<<<<< HEAD
-      bool waited = false;
-=======
->>>>>>> gate
 #pragma unroll 1
       for (int part = PARTS * member; part < S; part += PARTS * TEAM) {
         float sum[PARTS][2][2];
         products.multiply(sum, w, run_of(item, part), next, row, real);
-<<<<<<< HEAD
-        if (!waited) sync_team(team, 32 * TEAM);  // the sums of the last item are read
-        waited = true;
-=======
         if (part == PARTS * member) sync_team(team, 32 * TEAM);  // the sums of the last item have been read
->>>>>>> gate
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
           for (int m = 0; m < 2; m++)

@@ -1,43 +1,4 @@
 // Gate and up of routed experts in IQ2_XXS for few rows, in steps of a whole block of 256 columns; behind `_few_mma.h`.
-<<<<<<< HEAD
-// Shared memory bounds it, then instructions, so tables hold codes of bytes that byte permutations make bfloat16 of.
-
-namespace ds4 {
-
-// Row i of 256 bytes of the tables: 16 copies of entry i of the grid, 32 of the signs of the seven bits i / 2, for
-// blocks that live long enough to make them; a lane reads those in its banks. The tables lie at a multiple of their
-// size, so a byte permutation makes an address: a byte of the codes in the lane's own.
-//
-// A word of an entry has four columns, a byte each: nibbles that choose the low and the high byte of a bfloat16 among
-// eight. The sign is bit 5 in the first word, bit 4 in the second, of the same word of signs.
-struct Iq2Tables {
-  static constexpr int BYTES = 65536;
-  static constexpr u32 LOW = 0x002cc800, FIRST_HIGH = 0xc2c14241, SECOND_HIGH = 0xc242c141;
-  u32 grid, signs, byte_t, power, upper, low;
-  // By all threads; needs a barrier before use.
-  static __device__ __forceinline__ void stage(unsigned char* tables) {
-    for (int k = threadIdx.x; k < 512; k += blockDim.x) {
-      const int i = k & 255;
-      uint4* const copies = (uint4*)tables + 16 * i + (k < 256 ? 0 : 8);
-      uint4 v;
-      if (k < 256) {  // magnitudes 8, 25 and 43: bit 4 is set in the second alone, bit 5 in the third
-        const u32 ones = 0x01010101, first = IQ2_WORDS[2 * i], second = IQ2_WORDS[2 * i + 1];
-        v.x = 0x40404040u + (first >> 4 & ones) + 0x12 * (first >> 5 & ones);
-        v.y = 0x40404040u + (second >> 4 & ones) + 0x22 * (second >> 5 & ones);
-        v.z = v.x;
-        v.w = v.y;
-      } else {
-        u32 s = i / 2;
-        s |= (__popc(s) & 1) << 7;
-        const u32 first = (s & 15) * 0x00204081u & 0x01010101u, second = (s >> 4) * 0x00204081u & 0x01010101u;
-        s = first << 5 | second << 4;
-        v = make_uint4(s, s, s, s);
-      }
-#pragma unroll
-      for (int c = 0; c < 8; c++) copies[(c + i) & 7] = v;  // lanes begin in different banks
-    }
-  }
-=======
 // Reads of shared memory bound this, then instructions. So a table has 8 bytes for 8 columns, of which permutations
 // make bfloat16: per 8 columns one instruction more than with ready values, and 3 cycles of shared memory, not 5.
 
@@ -85,7 +46,6 @@ struct Iq2Tables {
     }
   };
   u32 grid, signs, byte_t, power, low, upper;
->>>>>>> gate
   __device__ __forceinline__ explicit Iq2Tables(const unsigned char* tables) {
     const u32 lane = threadIdx.x & 31, t = lane & 3, table = shared_address(tables);
     grid = opaque(table + 8 * (lane & 15));
@@ -93,18 +53,11 @@ struct Iq2Tables {
     byte_t = opaque(0x7604 + (t << 4));
     power = opaque(1u << (25 - 7 * t));
   }
-<<<<<<< HEAD
-  // Once the tables are there. Constants in registers of the lane's own: the first word of signs is 0.
-  __device__ __forceinline__ void begin() {
-    upper = read4_shared(signs) | 65536;
-    low = read4_shared(signs) | LOW;
-=======
   // Once the tables are there: constants that are the lane's own to the compiler, as the first word of signs, 0, is; it
   // would move others into registers again and again, and make a shift of a product.
   __device__ __forceinline__ void begin() {
     low = read4_shared(signs) | LOW;
     upper = read4_shared(signs) | 65536;
->>>>>>> gate
   }
   // What the tables have of an octet.
   struct Found {
@@ -117,11 +70,7 @@ struct Iq2Tables {
   __device__ __forceinline__ void values(u32 (&a)[4], const Found& found) const {
     const u32 first = found.entry.x ^ (found.signs & 0x20202020u), second = found.entry.y ^ (found.signs & 0x10101010u);
     a[0] = permute(low, FIRST_HIGH, first);
-<<<<<<< HEAD
-    a[1] = permute(low, FIRST_HIGH, upper_product(first, upper, 0));  // a shift, by other units than the rest
-=======
     a[1] = permute(low, FIRST_HIGH, upper_product(first, upper, 0));  // shifted right by 16, by units with less to do
->>>>>>> gate
     a[2] = permute(low, SECOND_HIGH, second);
     a[3] = permute(low, SECOND_HIGH, upper_product(second, upper, 0));
   }
@@ -131,18 +80,6 @@ struct Iq2Tables {
   }
 };
 
-<<<<<<< HEAD
-// A step is two units of 128 columns, which belong to two parts of the width. Its 64 bytes of codes of each of 16 rows
-// of gate, then of up, lie in a slot of the ring, those of every other two rows with their halves exchanged, so that
-// four rows are in different banks; then, as HalfCopies has them, the scales. What a step needs first is read in the one
-// before: codes, what the tables have of them, columns of x.
-template <int S, int BYTES>
-struct GateUp<IQ2_XXS, S, BYTES> {
-  static constexpr int PARTS = 2, UNIT = 256, LANE_COLUMNS = 8, TABLES = Iq2Tables::BYTES;
-  static constexpr int STEP = S / PARTS, SCALES = 2 * 16 * 64, SIZE = SCALES + 2 * 16 * 4, HELD = 2;
-  static_assert(BYTES == 2 * SIZE && SIZE % 64 == 0 && STEP % 2 == 0, "two slots; scales of a run in one half");
-  static __device__ __forceinline__ void stage(unsigned char* tables) { Iq2Tables::stage(tables); }
-=======
 // A step has two units of 128 columns, each of another part of the width. A slot of the ring has 64 bytes of codes of
 // each of 16 rows of gate, then of up, those of every other two rows with their halves exchanged, so that four rows are
 // in different banks; then four bytes a row, of which two are its scale (as HalfCopies has them). What a step begins
@@ -154,7 +91,6 @@ struct GateUp<IQ2_XXS, S, BYTES> {
   static constexpr int HELD = 2;  // octets of x, each read two blocks ahead
   static_assert(BYTES == 2 * SIZE && SIZE % 64 == 0 && STEP % 2 == 0, "two slots; scales of a run in one half");
   typedef Iq2Tables::Words Words;
->>>>>>> gate
 
   // Of two blocks of 32 columns: index and rest of each, of gate and up, for rows g and g + 8.
   struct Codes {
@@ -162,24 +98,12 @@ struct GateUp<IQ2_XXS, S, BYTES> {
     __device__ __forceinline__ u32 index(int m, int r, int j) const { return j & 1 ? q[m][r].z : q[m][r].x; }
     __device__ __forceinline__ u32 rest(int m, int r, int j) const { return j & 1 ? q[m][r].w : q[m][r].y; }
   };
-<<<<<<< HEAD
-=======
   // Of one block.
->>>>>>> gate
   struct Found {
     Iq2Tables::Found of[2][2];
   };
   Iq2Tables tables;
   // The block that is sent next, of `left` in its run: this lane's first piece of gate, how far its second lies behind
-<<<<<<< HEAD
-  // it, and the four bytes that hold its scale.
-  const unsigned char *piece, *scale;
-  int second, left;
-  // Where the lane's pieces go in the slot at `at`, and where its scale does; where its rows' codes and scales lie.
-  u32 ring, to_piece, to_scale, of_codes, at;
-  Codes codes;  // and what is found for the first block of them
-  Found found;
-=======
   // it, and the four bytes with the lane's scale.
   const unsigned char *piece, *scale;
   int second, left;
@@ -187,18 +111,13 @@ struct GateUp<IQ2_XXS, S, BYTES> {
   u32 to_piece, to_scale, from_codes;  // where in a slot the lane writes, and where its rows' codes lie
   Codes codes;                         // of the next two blocks
   Found found;                         // of the next one
->>>>>>> gate
 
   __device__ __forceinline__ GateUp(u32 ring, const unsigned char* tables)
       : tables(tables), piece(nullptr), scale(nullptr), second(0), left(0), ring(ring), at(0) {
     const u32 lane = threadIdx.x & 31, moved = lane * 4 & 32;
     to_piece = opaque(ring + ((lane * 16) ^ moved));
     to_scale = opaque(ring + SCALES + 4 * lane);
-<<<<<<< HEAD
-    of_codes = opaque(ring + lane / 4 * 64 + moved);
-=======
     from_codes = opaque(ring + lane / 4 * 64 + moved);
->>>>>>> gate
   }
   __device__ __forceinline__ void open(const Planes (&w)[2], const Run& run) {
     const int lane = threadIdx.x & 31, last = run.N - 1 - 16 * run.tile, row = min(lane / 4, last);
@@ -210,11 +129,7 @@ struct GateUp<IQ2_XXS, S, BYTES> {
     scale -= (size_t)scale & 2;
     left = (run.end - run.first + STEP - 1) / STEP;
   }
-<<<<<<< HEAD
-  // Sends the copies of one step on their way to the slot at `at`, if there is one, and goes on to the other slot.
-=======
   // Sends the copies of one step on their way, if there is one, and goes on to the other slot.
->>>>>>> gate
   template <class Next>
   __device__ __forceinline__ void send(const Planes (&w)[2], Next next) {
     while (left <= 0)
@@ -237,13 +152,6 @@ struct GateUp<IQ2_XXS, S, BYTES> {
   template <class Next>
   __device__ __forceinline__ void fill(const Planes (&w)[2], Next next) {
 #pragma unroll 1
-<<<<<<< HEAD
-    for (int d = 0; d < 2; d++) send(w, next);
-  }
-  // The codes of blocks 2 quarter and 2 quarter + 1 of the step in the slot at `at`.
-  __device__ __forceinline__ Codes read(int quarter) const {
-    const u32 from = (of_codes + at) ^ (quarter & 2 ? 32 : 0);
-=======
     for (int i = 0; i < 2; i++) send(w, next);
   }
   // Once the tables are there and the ring is filled.
@@ -261,33 +169,10 @@ struct GateUp<IQ2_XXS, S, BYTES> {
   // Blocks 2 quarter and 2 quarter + 1 of that step. After the last step this reads what lies there.
   __device__ __forceinline__ Codes read(int quarter) const {
     const u32 from = ((from_codes + at) ^ (quarter & 2 ? 32 : 0)) + 16 * (quarter & 1);
->>>>>>> gate
     Codes c;
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
-<<<<<<< HEAD
-      for (int r = 0; r < 2; r++) c.q[m][r] = read16_shared(from + 16 * (quarter & 1) + 1024 * m + 512 * r);
-    return c;
-  }
-  __device__ __forceinline__ Found look_up(const Codes& c, int j) const {
-    Found found;
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) found.of[m][r] = tables.look_up(c.index(m, r, j), c.rest(m, r, j));
-    return found;
-  }
-  // Waits for the step in the slot at `at`, of which the tables' entries are then on their way.
-  __device__ __forceinline__ void first() {
-    tables.begin();
-    wait_for_copies_but<1>();
-    __syncwarp();
-    codes = read(0);
-    found = look_up(codes, 0);
-  }
-  // sums += scales * (A B) for block j of a step.
-=======
       for (int r = 0; r < 2; r++) c.q[m][r] = read16_shared(from + 1024 * m + 512 * r);
     return c;
   }
@@ -300,7 +185,6 @@ struct GateUp<IQ2_XXS, S, BYTES> {
     return f;
   }
   // sums += scales * (A B) for block j, of gate and up, for rows g and g + 8.
->>>>>>> gate
   __device__ __forceinline__ void add_block(
       float (&sums)[2][2], const Found& f, const Codes& c, int j, const float (&d)[2][2], const uint4& v) const {
     float p[2][4];
@@ -316,49 +200,23 @@ struct GateUp<IQ2_XXS, S, BYTES> {
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
-<<<<<<< HEAD
-      for (int r = 0; r < 2; r++)
-        sums[m][r] = fmaf(Iq2Tables::scale(d[m][r], c.rest(m, r, j)), p[m][2 * r], sums[m][r]);
-=======
       for (int r = 0; r < 2; r++) {
         const float factor = Iq2Tables::scale(d[m][r], c.rest(m, r, j));
         sums[m][r] = fmaf(factor, p[m][2 * r], sums[m][r]);
       }
->>>>>>> gate
   }
   template <class Next>
   __device__ __forceinline__ void multiply(
       float (&sums)[PARTS][2][2], const Planes (&w)[2], const Run& run, Next next, const bf16* x, u32 real) {
-<<<<<<< HEAD
-    u32 of_scale[2];
-=======
     u32 from_scale[2];  // rows g and g + 8 have theirs in the same half
->>>>>>> gate
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       const u32 g = (threadIdx.x & 31) >> 2;
       const u32 number = (u32)((size_t)w[m].scales >> 1) + ((u32)run.base + g) * (run.K / 256) + run.first;
-<<<<<<< HEAD
-      of_scale[m] = opaque(ring + SCALES + 64 * m + 4 * g + 2 * (number & 1));
-    }
-#pragma unroll
-    for (int i = 0; i < PARTS; i++)
-#pragma unroll
-      for (int m = 0; m < 2; m++) sums[i][m][0] = sums[i][m][1] = 0.f;
-    float d_next[2][2];
-    auto read_scales = [&] {
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) d_next[m][r] = half_bits(read2_shared(of_scale[m] + at + 32 * r));
-    };
-    read_scales();
-=======
       from_scale[m] = opaque(ring + SCALES + 64 * m + 4 * g + 2 * (number & 1));
 #pragma unroll
       for (int i = 0; i < PARTS; i++) sums[i][m][0] = sums[i][m][1] = 0.f;
     }
->>>>>>> gate
     uint4 v[HELD];
     x += run.first * UNIT;
 #pragma unroll
@@ -367,35 +225,6 @@ struct GateUp<IQ2_XXS, S, BYTES> {
       read16_if(run.first < run.end && real, v[i], x + 32 * i);
     }
 #pragma unroll 1
-<<<<<<< HEAD
-    for (int unit = run.first; unit < run.end; unit += STEP) {
-      const u32 ahead = unit + STEP < run.end ? real : 0;
-      const float d[2][2] = {{d_next[0][0], d_next[0][1]}, {d_next[1][0], d_next[1][1]}};
-#pragma unroll
-      for (int quarter = 0; quarter < 4; quarter++) {
-        Codes following;
-        if (quarter == 3) {
-          __syncwarp();
-          send(w, next);
-          wait_for_copies_but<1>();
-          __syncwarp();
-          read_scales();
-        }
-        following = read((quarter + 1) & 3);
-#pragma unroll
-        for (int j = 2 * quarter; j < 2 * quarter + 2; j++) {
-          const Found ready = found;
-          found = look_up(j & 1 ? following : codes, j + 1);
-          add_block(sums[j / 4], ready, codes, j, d, v[j % HELD]);
-          if (j + HELD < 8)
-            read16_if(real, v[j % HELD], x + 32 * (j + HELD));
-          else
-            read16_if(ahead, v[j % HELD], x + STEP * UNIT + 32 * (j + HELD - 8));
-        }
-        codes = following;
-      }
-      x += STEP * UNIT;
-=======
     for (int unit = run.first; unit < run.end; unit += STEP, x += STEP * UNIT) {
       const u32 ahead = unit + STEP < run.end ? real : 0;
       float d[2][2];
@@ -428,7 +257,6 @@ struct GateUp<IQ2_XXS, S, BYTES> {
           }
         } while (tables.signs == 0);
       }
->>>>>>> gate
     }
   }
 };

@@ -58,24 +58,13 @@ __device__ __forceinline__ void two_products(
 }
 
 // Gate and up of routed experts: a warp's steps through the parts of the width that it adds up, PARTS at a time, of the
-<<<<<<< HEAD
-// S that take its units in turn. Columns of B beyond the even ones have no rows. (IQ2_XXS: _few_iq2.h.)
-=======
 // S that take its units in turn. Only even columns of B have a row. (IQ2_XXS: _few_iq2.h.)
->>>>>>> gate
 template <int F, int S, int BYTES>
 struct GateUp : Stream<Few<F>, 2, S, BYTES> {
   typedef Few<F> W;
   typedef Stream<W, 2, S, BYTES> Ring;
   static constexpr int PARTS = 1, UNIT = W::UNIT, LANE_COLUMNS = W::LANE_COLUMNS;
   static constexpr int TABLES = 0;  // bytes, at a multiple of them
-<<<<<<< HEAD
-  static __device__ __forceinline__ void stage(unsigned char*) {}
-  __device__ __forceinline__ GateUp(u32 ring, const unsigned char*) : Ring(ring) {}
-  template <class Next>
-  __device__ __forceinline__ void fill(const Planes (&)[2], Next next) { Ring::fill(next); }
-  __device__ __forceinline__ void first() {}
-=======
   struct Words {
     __device__ __forceinline__ void stage(unsigned char*) const {}
   };
@@ -83,7 +72,6 @@ struct GateUp : Stream<Few<F>, 2, S, BYTES> {
   template <class Next>
   __device__ __forceinline__ void fill(const Planes (&)[2], Next next) { Ring::fill(next); }
   __device__ __forceinline__ void begin() {}
->>>>>>> gate
   // Sums of each part, of gate and up, for rows g and g + 8, with the lane's columns of row x.
   template <class Next>
   __device__ __forceinline__ void multiply(
