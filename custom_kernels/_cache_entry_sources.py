@@ -1,5 +1,5 @@
-"""Metal texts of the entries of a cache: alone, into a ring, and into a ring with the norm of the query and the
-coefficients of a hyper-connection."""
+"""Metal texts of the entries of a cache: alone, into a ring, and into a ring with the norm of the query, the
+coefficients of a hyper-connection and tickets for attention."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ _NORM_QUERY = """
     }"""
 
 
+_TICKETS = """
+    if (group == 0u)
+        for (uint i = t; i < uint(TICKETS); i += uint(THREADS)) tickets[i] = 0;
+"""
 _COEFFICIENTS = """
     // Threadgroups behind all these have a row of hc_dots each.
     uint copies = (words + uint(THREADS) - 1u) / uint(THREADS);
@@ -85,7 +89,8 @@ _COEFFICIENTS = """
 
 
 def ring_source(*, with_query: bool) -> str:
-    """The text that writes entries into a ring; `with_query` adds the norm of the query's rows, and coefficients."""
+    """The text that writes entries into a ring; `with_query` adds the norm of the query's rows, coefficients and
+    tickets."""
     return (
         (
             """
@@ -119,7 +124,7 @@ def ring_source(*, with_query: bool) -> str:
         start = at[0];
         old = ((const device uint4*)into)[metal::min(word, words - 1u)];
     }"""
-            + (_COEFFICIENTS if with_query else "")
+            + (_COEFFICIENTS + _TICKETS if with_query else "")
             + """
     square = simd_sum(square);
     if (t % 32u == 0) part[t / 32u] = square;

@@ -20,9 +20,11 @@ MOST = 8  # query rows
 HEADS = 16  # rows of a product
 _MOST_SLICES = 4
 _BLOCKS = 10  # of 64 entries whose softmax is made at once: a window of 128 and 512 selected entries
+_LISTED = 64 * _BLOCKS + 128  # entries that 256 threads look up, whole times
 _STRIDE = 64 * _BLOCKS + 8  # eight rows of probabilities begin in different banks
-# Of a ring of values and the probabilities of 32 heads: two such blocks fit a multiprocessor of the large cards.
-BYTES = (4 << 14) + 2 * HEADS * _STRIDE * 2
+# Of the rows of a list, the probabilities of 32 heads and a ring of values: two such blocks fit a multiprocessor of the
+# data-center cards.
+BYTES = 8 * _LISTED + 2 * HEADS * _STRIDE * 2 + (4 << 14)
 
 
 def split(rows: int, heads: int, width: int) -> tuple[int, int]:
@@ -43,17 +45,17 @@ SOURCE = (
     // warp w makes scores of entries 16 (w / 2) .. + 15 from each second 32 channels, from w % 2 on. Then warp w owns heads
     // 2 w and 2 w + 1 of each tile, for the softmax; then an eighth of the slice, for the values.
     using namespace ds4_tiles;
-    constexpr int D = 64 * PAIRS, WIDTH = D / SLICES, HEADS = 16 * MT, BLOCKS = BLOCK_COUNT, STRIDE = 64 * BLOCKS + 8;
-    constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;   // octets of channels of the slice, and of a warp
-    constexpr int STAGE = WIDTH > 128 ? 32 : 64, ROOM = (BYTE_COUNT - HEADS * STRIDE * 2) / (STAGE * WIDTH * 2);
-    constexpr int STAGES = ROOM < 5 ? ROOM : 5;                   // of the ring, of STAGE entries each
-    constexpr int LISTED = (64 * BLOCKS + 255) / 256;             // entries that a thread looks up
-    constexpr int OF_TILE = 16 * 65;                              // 16 heads' scores and their maxima
-    bf16* const chances = (bf16*)dynamic_shared();                // [HEADS][STRIDE]
-    bf16* const ring = chances + HEADS * STRIDE;                  // [STAGES][STAGE][WIDTH]; before it is used:
-    uint4* const queries = (uint4*)ring;                          // [HEADS][D / 8]
-    float* const partial = (float*)(ring + HEADS * D);            // [2][HEADS][72]
-    __shared__ const bf16* listed[256 * LISTED];                  // the rows of a list, or null
+    constexpr int D = 64 * PAIRS, WIDTH = D / SLICES, HEADS = 16 * MT, BLOCKS = BLOCK_COUNT, LISTED = LISTED_COUNT;
+    constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;     // octets of channels of the slice, and of a warp
+    constexpr int STRIDE = 64 * BLOCKS + 8, RING = BYTE_COUNT - LISTED * 8 - HEADS * STRIDE * 2;
+    constexpr int STAGE = WIDTH > 128 ? 32 : 64, ROOM = RING / (STAGE * WIDTH * 2);
+    constexpr int STAGES = ROOM < 5 ? ROOM : 5;                     // of the ring, of STAGE entries each
+    constexpr int OF_TILE = 16 * 65;                                // 16 heads' scores and their maxima
+    const bf16** const listed = (const bf16**)dynamic_shared();     // [LISTED]: the rows of a list, or null
+    bf16* const chances = (bf16*)(listed + LISTED);                 // [HEADS][STRIDE]
+    bf16* const ring = chances + HEADS * STRIDE;                    // [STAGES][STAGE][WIDTH]; before it is used:
+    uint4* const queries = (uint4*)ring;                            // [HEADS][D / 8]
+    float* const partial = (float*)(ring + HEADS * D);              // [2][HEADS][72]
     __shared__ float fades[BLOCKS][HEADS], peaks[HEADS], totals[HEADS], denominators[HEADS];
     __shared__ bool is_last;
 """
@@ -69,12 +71,12 @@ SOURCE = (
     const auto place = [](int tile, int c, int w, int g, int t) {
       return ((tile * (D / 32) + c) * 2 + w) * 32 + (4 * g + t ^ (c & 1) << 2);
     };
-    int id[LISTED];
+    int id[LISTED / 256];
     const auto read_list = [&](int first) {
       const int* const of_near = near_list + (size_t)row * near_count;
       const int* const of_far = far_list + (size_t)row * far_count - near_count;
       #pragma unroll
-      for (int n = 0; n < LISTED; n++) {
+      for (int n = 0; n < LISTED / 256; n++) {
         const int p = 64 * first + threadIdx.x + 256 * n;
         id[n] = p < count ? (p < near_count ? of_near : of_far)[p] : -1;
       }
@@ -84,7 +86,7 @@ SOURCE = (
       const bf16* const of_far = far + (size_t)batch * far_rows * D;
       const bf16* const of_recent = SPLIT ? recent + ((long long)batch * recent_rows - start) * D : of_far;
       #pragma unroll
-      for (int n = 0; n < LISTED; n++) {
+      for (int n = 0; n < LISTED / 256; n++) {
         const int i = threadIdx.x + 256 * n;
         const bool is_near = 64 * first + i < near_count, there = id[n] < (is_near ? near_rows : start + recent_rows);
         const bf16* const from = is_near ? of_near : SPLIT && id[n] >= start ? of_recent : of_far;
@@ -362,4 +364,6 @@ SOURCE = (
       }
     }
 """
-).replace("BLOCK_COUNT", str(_BLOCKS)).replace("BYTE_COUNT", str(BYTES))
+)
+for _word, _number in {"BLOCK_COUNT": _BLOCKS, "BYTE_COUNT": BYTES, "LISTED_COUNT": _LISTED}.items():
+    SOURCE = SOURCE.replace(_word, str(_number))

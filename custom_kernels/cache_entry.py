@@ -5,13 +5,13 @@
 Window KV (norm, fp8), compressed KV (fp4_e4m3), index keys (norm, fp4) and index queries (fp4); architecture notes 3.4.
 Norm and rotation round to bfloat16 as they do on their own, so the result is that of the three ops one after the other.
 `into` writes the rows of a step into a small ring in the same launch, as a new array: the cache's own write would be
-a launch more, and copies as much. `norm_and_entry` also takes along the norm of the low-rank query of the same layer
-and the coefficients of its site.
+a launch more, and copies as much. `norm_and_entry` also takes along the norm of the low-rank query of the same layer,
+the coefficients of its site, and the zeros that `sparse_attention` counts its thread blocks with.
 
 Kernels, within tolerance (the order of the norm's sum, and products that a GPU may fuse, differ; a value that rounds
 the other way there can move to the next code); the forms give the same bits. Bytes: x once in, once out; a ring of R
-rows 4 R D more. One launch instead of three, four with the ring, six with the query's norm and the
-coefficients.
+rows 4 R D more. One launch instead of three, four with the ring, seven with the query's norm, the coefficients and
+the zeros.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ring_kernel = Kernel(
 _norm_ring_kernel = Kernel(
     "cache_entry_norm_ring",
     [*_RING_INPUTS, "low_rank", "q_weight", *RIDER_INPUTS],
-    ["ring", "qr", *RIDER_OUTPUTS],
+    ["ring", "qr", "tickets", *RIDER_OUTPUTS],
     ring_source(with_query=True),
     FAKE_QUANT_HEADER + COEFFICIENTS_HEADER,
     exact=False,
@@ -118,10 +118,11 @@ def norm_and_entry(
     *,
     into: mx.array,
     at: mx.array,
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """`rms_norm(low_rank, q_weight, eps)`, `cache_entry(kv, .., weight=kv_weight, eps=eps, into=into, at=at)` and the
-    two of `coefficients(sums)`, in one launch: low_rank [B, L, C], kv bfloat16 [B, L, D], the rest as there. Raises
-    ValueError as they do.
+    tickets: int,
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    """`rms_norm(low_rank, q_weight, eps)`, `cache_entry(kv, .., weight=kv_weight, eps=eps, into=into, at=at)`, the two
+    of `coefficients(sums)` and int32 zeros [tickets], in one launch: low_rank [B, L, C], kv bfloat16 [B, L, D], the
+    rest as there. Raises ValueError as they do.
     """
     if kind not in KINDS:
         raise ValueError(f"norm_and_entry got the rounding {kind!r}, expected one of {', '.join(KINDS)}; correct it.")
@@ -135,9 +136,10 @@ def norm_and_entry(
     fits = fits and _fits(kv, cos, kv.shape[1]) and enabled("cache_entry") and enabled("rms_norm")
     if not fits or not sums.takes_kernel:
         ring = cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, into=into, at=at)
-        return rms_norm(low_rank, q_weight, eps), ring, *coefficients(sums)
-    ring, qr, pre, mix = _write(kv, kv_weight, eps, cos, sin, kind, into, at, (low_rank, q_weight, sums))
-    return qr, ring, pre, mix
+        return rms_norm(low_rank, q_weight, eps), ring, *coefficients(sums), mx.zeros((tickets,), dtype=mx.int32)
+    beside = low_rank, q_weight, sums, tickets
+    ring, qr, zeros, pre, mix = _write(kv, kv_weight, eps, cos, sin, kind, into, at, beside)
+    return qr, ring, pre, mix, zeros
 
 
 def _fits(x: mx.array, cos: mx.array, length: int) -> bool:
@@ -163,10 +165,10 @@ def _write(
     kind: str,
     into: mx.array,
     at: mx.array,
-    beside: tuple[mx.array, mx.array, SiteSums] | None = None,
+    beside: tuple[mx.array, mx.array, SiteSums, int] | None = None,
 ) -> list[mx.array]:
-    """The launch that writes into a ring: the new ring and, with `beside` = (low_rank, q_weight, sums), the norm and
-    the coefficients."""
+    """The launch that writes into a ring: the new ring and, with `beside` = (low_rank, q_weight, sums, tickets), the
+    norm, the tickets and the coefficients."""
     B, L, D = x.shape
     simdgroups = simdgroups_for(beside[0].shape[2]) if beside else 0
     threads = max(D, 32 * simdgroups)
@@ -178,12 +180,12 @@ def _write(
         "output_dtypes": [mx.bfloat16],
     }
     if beside:
-        low_rank, q_weight, sums = beside
+        low_rank, q_weight, sums, tickets = beside
         query = {
             "inputs": [low_rank, q_weight],
-            "template": [("C", low_rank.shape[2]), ("SG", simdgroups), ("T", low_rank.dtype)],
-            "output_shapes": [low_rank.shape],
-            "output_dtypes": [low_rank.dtype],
+            "template": [("C", low_rank.shape[2]), ("SG", simdgroups), ("T", low_rank.dtype), ("TICKETS", tickets)],
+            "output_shapes": [low_rank.shape, (tickets,)],
+            "output_dtypes": [low_rank.dtype, mx.int32],
         }
         groups += B * L + sums.rows
         call = sums.behind({name: values + query[name] for name, values in call.items()})
@@ -230,9 +232,11 @@ def norm_and_entry_ref(
     *,
     into: mx.array,
     at: mx.array,
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    tickets: int,
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
     ring = cache_entry_ref(kv, cos, sin, kind, weight=kv_weight, eps=eps, into=into, at=at)
-    return rms_norm_ref(low_rank, q_weight, eps), ring, *coefficients_ref(sums)
+    zeros = mx.zeros((tickets,), dtype=mx.int32)
+    return rms_norm_ref(low_rank, q_weight, eps), ring, *coefficients_ref(sums), zeros
 
 
 def cases() -> list[Case]:
@@ -289,7 +293,7 @@ def cases() -> list[Case]:
 
         def run(op, low_rank, q_weight, kv, weight, cos, sin, into, at, *sums):
             sums = SiteSums(*sums, **SUMS)
-            return op(low_rank, q_weight, kv, cos, sin, "fp8", weight, 1e-20, sums, into=into, at=at)
+            return op(low_rank, q_weight, kv, cos, sin, "fp8", weight, 1e-20, sums, into=into, at=at, tickets=130)
 
         return Case(
             f"cache_entry/query{C}_ring{R}_at{at}_{'x'.join(map(str, shape))}_tail{2 * pairs}",

@@ -74,9 +74,9 @@ def fake_quantization_off() -> Iterator[None]:
         rows = rope(x if weight is None else rms_norm(x, weight, eps), cos, sin)
         return rows if into is None else ring_ref(into, rows, at, axis=1)
 
-    def norm_and_entry(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, sums, **ring):
+    def norm_and_entry(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, sums, *, tickets, **ring):
         rows = cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, **ring)
-        return rms_norm(low_rank, q_weight, eps), rows, *coefficients(sums)
+        return rms_norm(low_rank, q_weight, eps), rows, *coefficients(sums), mx.zeros((tickets,), dtype=mx.int32)
 
     with contextlib.ExitStack() as stack:
         for module in (attention, indexer):

@@ -10,7 +10,7 @@ from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.cache_entry import cache_entry, norm_and_entry
 from mlx_ds4.custom_kernels.hyper_connection import SiteSums, coefficients, expand
 from mlx_ds4.custom_kernels.rope import rope
-from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
+from mlx_ds4.custom_kernels.sparse_attention import sparse_attention, ticket_count
 
 from .compressor import Compressor
 from .indexer import Indexer
@@ -54,7 +54,7 @@ class Attention(nn.Module):
             x, self.wq_a, self.wkv, *([self.indexer.weights_proj] if scores else []), *compresses
         )
         weights = rest.pop(0) if scores else None
-        qr, near, pre, mix = self._enter(low_rank, kv, turn, step, cache, sums)
+        qr, near, pre, mix, tickets = self._enter(low_rank, kv, turn, step, cache, sums)
         q, *index_q = apply_together(qr, self.wq_b, *([self.indexer.wq_b] if scores else []))
         window = step.window_list()
         sources = [(near, mx.broadcast_to(window, (B, *window.shape[1:])))]
@@ -67,7 +67,9 @@ class Attention(nn.Module):
                     step.note("topk", step.selection)
             if step.selection is not None:
                 sources.append((step.source.compressed.split, step.selection))
-        o = sparse_attention(q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn, turn_queries=True)
+        o = sparse_attention(
+            q, sources, self.attn_sink, scale=c.head_dim**-0.5, turn=turn, turn_queries=True, tickets=tickets
+        )
         if step.traces:
             slots = mx.array(step.positions % near.shape[1])
             newest = mx.take(near, slots, axis=1) if step.short else near[:, -L:]
@@ -85,18 +87,19 @@ class Attention(nn.Module):
 
     def _enter(
         self, low_rank: mx.array, kv: mx.array, turn: Rotation, step: Step, cache: LayerCache, sums: SiteSums
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """The normed low-rank query, the rows of the window with this step's (the ring, or all that is seen), and the
-        site's coefficients."""
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array | None]:
+        """The normed low-rank query, the rows of the window with this step's (the ring, or all that is seen), the
+        site's coefficients and, in a short step, tickets for attention."""
         eps = self._config.rms_norm_eps
         if step.short:
-            qr, cache.window, pre, mix = norm_and_entry(
+            B, L, _ = kv.shape
+            qr, cache.window, pre, mix, tickets = norm_and_entry(
                 low_rank, self.q_norm.weight, kv, *turn, "fp8", self.kv_norm.weight, eps, sums,
-                into=cache.window, at=step.at(),
+                into=cache.window, at=step.at(), tickets=ticket_count(B * L, self._config.num_attention_heads),
             )  # fmt: skip
-            return qr, cache.window, pre, mix
+            return qr, cache.window, pre, mix, tickets
         rows = cache_entry(kv, *turn, "fp8", weight=self.kv_norm.weight, eps=eps)
-        return self.q_norm(low_rank), cache.extend(rows, step.start), *coefficients(sums)
+        return self.q_norm(low_rank), cache.extend(rows, step.start), *coefficients(sums), None
 
     def _compress(self, products: list[mx.array], step: Step, cache: LayerCache) -> None:
         """New entries and index keys of an owner."""

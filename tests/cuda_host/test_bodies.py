@@ -324,7 +324,7 @@ def test_experts_that_expand(on_cpu, rows):
 
 
 def test_small_blocks_leave_the_large_bodies_alone(monkeypatch):
-    """Cards of 99 KB a block (workstations, DGX Spark) multiply by bodies that fit; 163 KB suffice for all but one."""
+    """Cards of 99 KB a block (workstations, DGX Spark) multiply by bodies that fit; 163 KB suffice for all."""
     planes = random_planes(np.random.default_rng(0), "IQ2_XXS", 2, 256, 256)
     x, chosen = rows_of(2, 256), mx.zeros((2, 1), dtype=mx.int32)
     names = {}
@@ -339,5 +339,6 @@ def test_small_blocks_leave_the_large_bodies_alone(monkeypatch):
     assert names == {99: "expert_gate_up", 163: "expert_swiglu_few_wide_mma", 227: "expert_swiglu_few_wide_mma"}
     fits = {k.name for k in all_kernels() if k.shared_memory and k.has_room}
     assert {"quant_matmul_tile", "sparse_attention_few", *names.values()} - {"expert_gate_up"} <= fits
-    monkeypatch.setattr(_kernel, "block_bytes", lambda: 163 << 10)
-    assert not sparse_attention._few_kernel.has_room
+    for kilobytes in (99, 163):
+        monkeypatch.setattr(_kernel, "block_bytes", lambda kilobytes=kilobytes: kilobytes << 10)
+        assert sparse_attention._few_kernel.has_room == (kilobytes == 163)

@@ -68,9 +68,10 @@ def test_with_the_query_and_coefficients_the_same_bits_in_one_launch(C, D, order
     low_rank, q_weight, kv, weight = normal(2, 3, C), normal(C, seed=1), normal(2, 3, D, seed=2), normal(D, seed=3)
     into = normal(2, 7, D, seed=4)
     with use_kernels("emulate", order=order), count_launches() as launches:
-        qr, ring, *mixes = norm_and_entry(
-            low_rank, q_weight, kv, *table(3), "fp8", weight, EPS, sums, into=into, at=one(6)
+        qr, ring, *mixes, tickets = norm_and_entry(
+            low_rank, q_weight, kv, *table(3), "fp8", weight, EPS, sums, into=into, at=one(6), tickets=300
         )
+        assert tickets.dtype == mx.int32 and tickets.shape == (300,) and not mx.any(tickets)
         assert dict(launches) == {"cache_entry_norm_ring": 1}
         assert all(mx.array_equal(a, b) for a, b in zip(mixes, coefficients(sums), strict=True))
         want = cache_entry(kv, *table(3), "fp8", weight=weight, eps=EPS, into=into, at=one(6))
@@ -82,16 +83,17 @@ def test_with_the_query_and_coefficients_the_same_bits_in_one_launch(C, D, order
 def test_what_cannot_ride_is_launched_alone():
     low_rank, q_weight, kv, weight, into = (normal(*s) for s in ((1, 2, 64), (64,), (1, 2, 96), (96,), (1, 7, 96)))
     call = [low_rank, q_weight, kv, *table(2), "fp8", weight, EPS]
+    options = {"into": into, "at": one(6), "tickets": 5}
     with use_kernels("emulate"):
-        together = norm_and_entry(*call, site_sums(1, 2), into=into, at=one(6))
+        together = norm_and_entry(*call, site_sums(1, 2), **options)
         for family in ("cache_entry", "rms_norm", "hyper_connection"):
             with disable(family), count_launches() as launches:
-                apart = norm_and_entry(*call, site_sums(1, 2), into=into, at=one(6))
+                apart = norm_and_entry(*call, site_sums(1, 2), **options)
             assert len(launches) == 2 and "cache_entry_norm_ring" not in launches
             for a, b in zip(apart, together, strict=True):
                 assert mx.allclose(a, b, rtol=2e-2, atol=1e-4)
         three = site_sums(1, 2, streams=3)  # which no kernel takes
-        for a, b in zip(norm_and_entry(*call, three, into=into, at=one(6))[2:], coefficients(three), strict=True):
+        for a, b in zip(norm_and_entry(*call, three, **options)[2:4], coefficients(three), strict=True):
             assert mx.array_equal(a, b)
 
 
@@ -156,6 +158,7 @@ def test_wrong_calls(change, message):
         "sums": site_sums(1, 2),
         "into": normal(1, 4, 96),
         "at": one(1),
+        "tickets": 4,
     } | change
     with pytest.raises(ValueError, match=message):
         norm_and_entry(**call)
