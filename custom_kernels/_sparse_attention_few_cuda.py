@@ -41,9 +41,9 @@ def ticket_count(rows: int, heads: int) -> int:
 
 SOURCE = (
     """
-    // 8 warps own MT tiles of 16 heads of one query row, and a slice of its channels. First, for one block of 64 entries,
-    // warp w makes scores of entries 16 (w / 2) .. + 15 from each second 32 channels, from w % 2 on. Then warp w owns heads
-    // 2 w and 2 w + 1 of each tile, for the softmax; then an eighth of the slice, for the values.
+    // 8 warps own MT tiles of 16 heads of one query row, and a slice of its channels. First, for one block of 64
+    // entries, warp w makes scores of 16 of them, from 16 (w / 2) on, out of every second 32 channels, from 32 (w % 2)
+    // on. Then warp w owns heads 2 w and 2 w + 1 of each tile for the softmax, and an eighth of the slice for the values.
     using namespace ds4_tiles;
     constexpr int D = 64 * PAIRS, WIDTH = D / SLICES, HEADS = 16 * MT, BLOCKS = BLOCK_COUNT, LISTED = LISTED_COUNT;
     constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;     // octets of channels of the slice, and of a warp
@@ -66,8 +66,8 @@ SOURCE = (
     const int batch = gridDim.z == length ? 0 : row / length, ticket = row * gridDim.y + blockIdx.y;
     const size_t out = ((size_t)row * heads + head0) * D;
     const size_t at_turn = (size_t)(row - batch * length) * TURN;
-    // Words 2 w and 2 w + 1 of octet t of 32 channels c, of heads g and g + 8 of a tile, lie as a product takes them, and
-    // where no two that are written together share a bank.
+    // Words 2 w and 2 w + 1 of octet t of 32 channels c, of heads g and g + 8 of a tile, lie as a product takes them,
+    // and where no two that are written together share a bank.
     const auto place = [](int tile, int c, int w, int g, int t) {
       return ((tile * (D / 32) + c) * 2 + w) * 32 + (4 * g + t ^ (c & 1) << 2);
     };
@@ -88,16 +88,18 @@ SOURCE = (
       #pragma unroll
       for (int n = 0; n < LISTED / 256; n++) {
         const int i = threadIdx.x + 256 * n;
-        const bool is_near = 64 * first + i < near_count, there = id[n] < (is_near ? near_rows : start + recent_rows);
+        const bool is_near = 64 * first + i < near_count;
+        const bool there = id[n] >= 0 && id[n] < (is_near ? near_rows : start + recent_rows);
         const bf16* const from = is_near ? of_near : SPLIT && id[n] >= start ? of_recent : of_far;
-        listed[i] = there && id[n] >= 0 ? from + (long long)id[n] * D : nullptr;
+        listed[i] = there ? from + (long long)id[n] * D : nullptr;
       }
     };
 
     // ---- scores of one block. No read is put off behind a barrier, of which __syncwarp() is one too.
     read_list(block / BLOCKS * BLOCKS);
     constexpr int AT_ONCE = 256 / (D / 8), TURNS = (HEADS / 2 + AT_ONCE - 1) / AT_ONCE;  // pairs of heads g and g + 8
-    const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8), first_pair = 4 * chunk - (D / 2 - TURN);
+    const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8);
+    const int first_pair = 4 * chunk - (D / 2 - TURN);
     uint4 word[TURNS][2] = {};
     #pragma unroll
     for (int n = 0; n < 2 * TURNS; n++) {
@@ -183,8 +185,8 @@ SOURCE = (
       if ((lane & 15) == 0) to[1024 + 2 * warp + (lane >> 4)] = most;
     }
 
-    // ---- the last block of these heads goes on. MLX knows no output in place: the tickets are an input that the launch
-    // leaves as it found them, so that its value does not change.
+    // ---- the last block of these heads goes on. The tickets are an input, because MLX knows no output in place and no
+    // state of a kernel; the launch leaves them as it found them, so that the array's value does not change.
     __syncthreads();
     int* const drawn = (int*)tickets + ticket;
     if (threadIdx.x == 0) is_last = draw_ticket(drawn) == blocks - 1;
@@ -210,9 +212,12 @@ SOURCE = (
         most = NO_SCORE;
         read4_fresh_if(b < here, most, from + b * MT * OF_TILE + 1024 + 2 * warp + half);
         #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) read16_fresh_if(i < here, both[i], from + i * MT * OF_TILE + 4 * threadIdx.x);
+        for (int i = 0; i < BLOCKS; i++)
+          read16_fresh_if(i < here, both[i], from + i * MT * OF_TILE + 4 * threadIdx.x);
       };
-      const auto keep = [](int row, int chunk) { return row * CHUNKS + (chunk ^ (row & (CHUNKS < 8 ? CHUNKS - 1 : 7))); };
+      const auto keep = [](int row, int chunk) {
+        return row * CHUNKS + (chunk ^ (row & (CHUNKS < 8 ? CHUNKS - 1 : 7)));
+      };
       const auto send = [&](int stage, int slot) {
         constexpr int AT_ONCE = 256 / CHUNKS;  // entries; a thread has one chunk of each
         uint4* const to = (uint4*)ring + slot * STAGE * CHUNKS;

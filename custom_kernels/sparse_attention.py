@@ -94,8 +94,8 @@ def sparse_attention(
     its rounding; with `turn_queries` too, those of q are rotated forward first, as `rope(q, *turn)` does. List entries
     that name no row count as nothing.
 
-    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no other call has; without them a kernel that
-    counts its thread blocks makes them in a launch of their own. Raises ValueError when the shapes do not fit each
+    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no other call has; without them a kernel
+    that counts its thread blocks makes them in a launch of their own. Raises ValueError when the shapes do not fit each
     other.
     """
     B, L, H, D = _check(q, sources, sinks, turn)

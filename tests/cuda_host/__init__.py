@@ -36,9 +36,7 @@ _TYPES = {
 }
 
 
-def launch(
-    kernel, inputs: list[mx.array], call: dict, halves_at: int = 0, *, backward: bool = False
-) -> list[mx.array]:
+def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0, *, backward: bool = False) -> list[mx.array]:
     """One launch of a kernel with a CUDA body; `call` as `Launch.call` holds it. Outputs start as NaN bytes. Inputs of
     float16 start `halves_at` bytes behind a multiple of 16, as those of a slice may. `backward`: from the last block to
     the first. Raises ValueError where the launch leaves an input other than it was."""
