@@ -43,7 +43,7 @@ SOURCE = (
     """
     // 8 warps own MT tiles of 16 heads of one query row, and a slice of its channels. First, for one block of 64
     // entries, warp w makes scores of 16 of them, from 16 (w / 2) on, out of every second 32 channels, from 32 (w % 2)
-    // on. Then warp w owns heads 2 w and 2 w + 1 of each tile for the softmax, and an eighth of the slice for the values.
+    // on. Then warp w owns heads 2 w and 2 w + 1 of each tile for the softmax, and an eighth of the slice for values.
     using namespace ds4_tiles;
     constexpr int D = 64 * PAIRS, WIDTH = D / SLICES, HEADS = 16 * MT, BLOCKS = BLOCK_COUNT, LISTED = LISTED_COUNT;
     constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;     // octets of channels of the slice, and of a warp
