@@ -19,7 +19,7 @@ staged. How many heads share a gather follows from the number of rows and change
 The last source's rows may lie in two parts (`SplitRows`), and the rotation of the queries be done where they are read:
 both give the bits of one array and of `rope` before the call (in emulation; a GPU may fuse products and sums).
 
-One launch. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache; the queries and the result
+One launch, on CUDA two for a few rows without `tickets`. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache; the queries and the result
 once. Work: 4 D operations for a listed row and head.
 """
 
@@ -94,9 +94,11 @@ def sparse_attention(
     its rounding; with `turn_queries` too, those of q are rotated forward first, as `rope(q, *turn)` does. List entries
     that name no row count as nothing.
 
-    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no other call has; without them a kernel
-    that counts its thread blocks makes them in a launch of their own. Raises ValueError when the shapes do not fit each
-    other.
+    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no call has that may run at the same time;
+    they are zeros again afterwards. Without them a kernel that counts its thread blocks has them made in a launch of
+    their own (inside mx.compile, which may make one array of equal ones, give each call its own).
+
+    Raises ValueError when the shapes do not fit each other.
     """
     B, L, H, D = _check(q, sources, sinks, turn)
     if tickets is not None and (tickets.dtype != mx.int32 or tickets.size < ticket_count(B * L, H)):
