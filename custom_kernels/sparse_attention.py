@@ -19,8 +19,8 @@ staged. How many heads share a gather follows from the number of rows and change
 The last source's rows may lie in two parts (`SplitRows`), and the rotation of the queries be done where they are read:
 both give the bits of one array and of `rope` before the call (in emulation; a GPU may fuse products and sums).
 
-One launch, on CUDA two for a few rows without `tickets`. Bytes: H / (heads of a threadgroup) times 2 D a listed row, mostly from cache; the queries and the result
-once. Work: 4 D operations for a listed row and head.
+One launch, on CUDA two for a few rows without `tickets`. Bytes: H / (heads of a threadgroup) times 2 D a listed row,
+mostly from cache; the queries and the result once. Work: 4 D operations for a listed row and head.
 """
 
 from __future__ import annotations
