@@ -125,7 +125,9 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
 __device__ __forceinline__ void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
 // 16 bytes, or zeros: then from any address of the array.
 __device__ __forceinline__ void copy16_async_or_zeros(void* to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -139,8 +141,8 @@ __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_
 // 128 bytes on their way to the second-level cache.
 __device__ __forceinline__ void ask_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// One more at a counter in global memory; returns how many there were. What the threads of a block wrote before a barrier
-// in front of this is seen behind a barrier by the block that counts last, in reads past L1.
+// One more at a counter in global memory; returns how many there were. What the threads of a block wrote in front of a
+// barrier before this, the block that counts last sees behind a barrier after it, in reads past L1.
 __device__ __forceinline__ int draw_ticket(int* counter) {
   int r;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(r) : "l"(counter) : "memory");

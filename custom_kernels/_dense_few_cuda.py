@@ -1,5 +1,5 @@
 """CUDA body of a quantized product of up to 8 rows on a card whose blocks may have most of a multiprocessor's shared
-memory; `_quant_cuda.py` and `_expand_cuda.py` launch it, and where it has no room the body for many rows.
+memory; `_quant_cuda.py` launches it, and where it has no room or does not pay the body for many rows.
 
 There a block lives for one tile, so that its latencies lie one behind another: parameters, addresses, first weights,
 sums. And L1 answers in order: a read of x that a warp issues behind its copies of weights waits for all of them. Here a
@@ -13,7 +13,7 @@ to begin and 100 a tile for each warp: 9,000 cycles of a scheduler, less than ha
 from __future__ import annotations
 
 # Bytes in a ring of a step of 16 rows, as `Slot` in `_quant_ring.h` counts them.
-STEP_BYTES = {"Q8_0": 2176, "MXFP4": 1088, "FP8": 2064, "Q4_K": 2304, "Q2_K": 1344, "IQ2_XXS": 576}
+STEP_BYTES = {"Q8_0": 2176, "MXFP4": 1088, "FP8": 2064, "Q4_K": 2304, "Q2_K": 1536, "IQ2_XXS": 576}
 SUMS_BYTES = 1024  # of a warp: of a tile, twice
 GRID_BYTES = 4096  # of IQ2_XXS
 PADDING = 64  # bytes behind a row of x: neighbours lie in different banks
@@ -58,13 +58,7 @@ def steps(format: str, rows: int, width: int, warps: int, room: int) -> int:
     return min((room // warps - SUMS_BYTES) // STEP_BYTES[format], 4)
 
 
-def source(store: str, read: str = "") -> str:
-    """The body. `store`: what becomes of `sum`, output `column` of row `n`; `read`: what is read for the first of a
-    thread's outputs, c == member, before the barrier at which the sums meet."""
-    return _SOURCE.replace("STORE", store).replace("READ", read)
-
-
-_SOURCE = """
+SOURCE = """
     // TEAMS teams of S warps, one block a multiprocessor; blockIdx.y: which of the G groups of weight rows, for columns
     // i K .. of x [.., G K], up to 8 rows M. The teams of the group's blocks go round its tiles of 16 weight rows; a
     // team's warps take units of the width in turn. Shared memory: rings of STEPS steps, sums, the grid, x.
@@ -124,7 +118,6 @@ _SOURCE = """
       if (S > 4 && member >= 4) {  // without an output
         sync_team(team, 32 * S);
       } else {
-        READ
         if (S > 1) sync_team(team, 32 * S);
 #pragma unroll
         for (int c = member; c < 4; c += S) {
@@ -132,7 +125,7 @@ _SOURCE = """
           if (n >= M || r >= R) continue;
           float sum = S > 1 ? 0.f : acc[0][c & 3];
           for (int s = 0; s < S && S > 1; s++) sum += part[128 * s + 32 * c + lane];
-          STORE
+          y[(size_t)n * N + column] = T(sum);
         }
       }
       part += other;
@@ -140,4 +133,4 @@ _SOURCE = """
     }
 """
 for _name, _value in (("SUMS_BYTES", SUMS_BYTES), ("GRID_BYTES", GRID_BYTES), ("PADDING", PADDING)):
-    _SOURCE = _SOURCE.replace(_name, str(_value))
+    SOURCE = SOURCE.replace(_name, str(_value))

@@ -96,7 +96,6 @@ __device__ __forceinline__ void norm_query(const bf16* x, const G* weight, float
 _BEFORE = (
     """
     const int length = x_shape[1], size = into_shape[1], words = into_shape[0] * size * (D / 8);
-    const int start = *(const volatile int*)at;  // the host has it: asked for long before it is needed
 """
     + COEFFICIENTS
     + """
@@ -105,7 +104,7 @@ _BEFORE = (
       const int word = block * 32 * W + threadIdx.x;
       if (word < words) {
         const uint4 old = ((const uint4*)into)[word];
-        const int first = (start % size + size) % size, slot = word / (D / 8) % size;
+        const int first = (at[0] % size + size) % size, slot = word / (D / 8) % size;
         const int place = slot >= first ? slot - first : slot + size - first;  // how far behind the first new row
         if (place >= length) ((uint4*)ring)[word] = old;
       }
@@ -123,7 +122,7 @@ _FINISH = (
     + arrive("ENTRY_BLOCKS")
     + """
       const float eps = __int_as_float(EPS_BITS);
-      const int first = (start % size + size) % size;
+      const int first = (at[0] % size + size) % size;
       const int shares = max(min(W / (2 * M), 4), 1);  // warps of an entry
       for (int task = threadIdx.x >> 5; task < M * (shares + 1); task += W) {
         const int row = task < M ? task : (task - M) / shares;

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import mlx.core as mx
 
-from . import _dense_few_cuda, _quant_cuda
+from . import _quant_cuda
 from ._kernel import Kernel
 from ._octet import FORMAT_IDS, ceil_div
 
@@ -71,29 +69,12 @@ def _sum_source() -> str:
     return _DECLARED + begin + read + end.replace("STORE", expand)
 
 
-def _few_source() -> str:
-    # Lanes without an output read any: reads on a condition would keep their registers from one tile to the next.
-    read = """Channel<STREAMS> channel;
-        channel.read(
-            (const bf16*)h, mix, min(2 * t + (member & 1), M - 1), N, min(16 * tile + g + 8 * (member >> 1), R - 1));"""
-    store = """if (c != member) channel.read((const bf16*)h, mix, n, N, column);
-          channel.expand(round_bf16(sum), (bf16*)expanded, n, N, column);"""
-    return _dense_few_cuda.source(store, read)
-
-
-def _kernel(name: str, inputs: list[str], source: str, header: str = HEADER, **limits) -> Kernel:
-    names, text = [*inputs, "h", "mix"], {"cuda_source": source, "cuda_header": header}
-    return Kernel(name, names, ["expanded"], None, **text, **limits, exact=False, family="expand_matmul")
+def _kernel(name: str, inputs: list[str], source: str) -> Kernel:
+    names, text = [*inputs, "h", "mix"], {"cuda_source": source, "cuda_header": HEADER}
+    return Kernel(name, names, ["expanded"], None, **text, exact=False, family="expand_matmul")
 
 
 _project = _kernel("expand_project_mma", ["x", "codes", "scales", "supers"], _project_source())
-_project_few = _kernel(
-    "expand_project_few_mma",
-    ["x", "codes", "scales", "supers"],
-    _few_source(),
-    HEADER + _dense_few_cuda.HEADER,
-    **_quant_cuda.DENSE_FEW_LIMITS,
-)
 _sum_pairs = _kernel("expand_sum_pairs", ["pairs", "shared"], _sum_source())
 
 
@@ -105,15 +86,10 @@ def takes(h: mx.array, mix: mx.array) -> bool:
 def project(x: mx.array, weight, h: mx.array, mix: mx.array) -> mx.array:
     """x bfloat16 [.., K], up to 8 rows; as `expand_matmul.project_expand`."""
     format, planes = weight
-    *leading, K = x.shape
-    C, inputs = h.shape[-1], [x, *_quant_cuda.planes_of(planes)]
-    if plan := _quant_cuda.dense_few_plan(_project_few, prod(leading), format, C, K, 1):
-        template, grid, threads = plan
-        return _launch(_project_few, inputs, template, grid[0] // threads, threads, h, mix)
-    tiles = ceil_div(C, 16)
-    warps = _quant_cuda.split(tiles, K // 128)
+    tiles = ceil_div(h.shape[-1], 16)
+    warps = _quant_cuda.split(tiles, x.shape[-1] // 128)
     template = [("F", FORMAT_IDS[format]), ("S", warps), ("NT", 1), ("G", 1)]
-    return _launch(_project, inputs, template, tiles, 32 * warps, h, mix)
+    return _launch(_project, [x, *_quant_cuda.planes_of(planes)], template, tiles, 32 * warps, h, mix)
 
 
 def experts(a: mx.array, down, chosen: mx.array, shared, h: mx.array, mix: mx.array) -> mx.array:

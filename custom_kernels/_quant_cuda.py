@@ -29,6 +29,9 @@ _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_
 SMS = 132
 _DENSE_FEW_BLOCKS = SMS  # at a time
 _DENSE_FEW_WARPS = 24  # of a block, at most
+# Measured: where each warp has tiles of its own, or some blocks have a quarter more tiles than others, blocks that live
+# for one tile are faster.
+_DENSE_FEW_SPLIT, _DENSE_FEW_UNEVEN = 2, 1.1
 DOWN_WARPS = 4  # of a block
 _DOWN_BLOCKS = 6  # at a time on a multiprocessor
 _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
@@ -109,15 +112,14 @@ def _kernel(name: str, inputs: list[str], source: str, family: str, header: str 
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _dense = _kernel("quant_matmul_mma", ["x", *_ONE], DENSE_SOURCE, "quant_matmul")
-# A body for few rows has a multiprocessor to itself, and takes all that its limits leave of 227 KB.
-DENSE_FEW_LIMITS = {"shared_memory": 224 << 10, "cuda_bounds": (32 * _DENSE_FEW_WARPS, 1)}
 _dense_few = _kernel(
     "quant_matmul_few_mma",
     ["x", *_ONE],
-    _dense_few_cuda.source("y[(size_t)n * N + column] = T(sum);"),
+    _dense_few_cuda.SOURCE,
     "quant_matmul",
     HEADER + _dense_few_cuda.HEADER,
-    **DENSE_FEW_LIMITS,
+    shared_memory=224 << 10,  # a block has a multiprocessor to itself
+    cuda_bounds=(32 * _DENSE_FEW_WARPS, 1),
 )
 _gate_up_few = {
     wide: _kernel(
@@ -156,7 +158,7 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     """x bfloat16 [.., groups * K] times a weight of N rows (N / groups of them for each slice of x) -> [.., N]."""
     *leading, width = x.shape
     M, N = prod(leading), planes["codes"].shape[0]
-    if plan := dense_few_plan(_dense_few, M, format, N, width // groups, groups):
+    if plan := _few_plan(M, format, N, width // groups, groups):
         template, grid, threads = plan
         return _dense_few(
             inputs=[x, *planes_of(planes)],
@@ -179,19 +181,19 @@ def dense(x: mx.array, format: str, planes: dict[str, mx.array], *, groups: int,
     )[0]
 
 
-def dense_few_plan(
-    kernel: Kernel, M: int, format: str, N: int, K: int, groups: int
+def _few_plan(
+    M: int, format: str, N: int, K: int, groups: int
 ) -> tuple[list[tuple[str, int]], tuple[int, int, int], int] | None:
     """(template, grid, threads of a block) for a launch of the body for few rows, N x K all in all; None where it has
-    no room."""
-    if M > 8 or not kernel.has_room:
-        return None
+    no room or is no faster."""
     tiles, warps = ceil_div(N // groups, 16), split(ceil_div(N, 16), K // 128)
     blocks = min(max(_DENSE_FEW_BLOCKS // groups, 1), tiles)
     each = ceil_div(tiles, blocks)
+    if M > 8 or warps < _DENSE_FEW_SPLIT or each * blocks > _DENSE_FEW_UNEVEN * tiles or not _dense_few.has_room:
+        return None
     rounds = ceil_div(each, _DENSE_FEW_WARPS // warps)
     for teams in range(ceil_div(each, rounds), 0, -1):
-        steps = _dense_few_cuda.steps(format, M, K, teams * warps, kernel.shared_memory)
+        steps = _dense_few_cuda.steps(format, M, K, teams * warps, _dense_few.shared_memory)
         if steps >= 2:
             template = {"F": FORMAT_IDS[format], "S": warps, "TEAMS": teams, "STEPS": steps, "G": groups}
             template |= {"STEP_BYTES": _dense_few_cuda.STEP_BYTES[format]}

@@ -20,9 +20,11 @@ MOST = 8  # query rows
 HEADS = 16  # rows of a product
 _MOST_SLICES = 4
 _BLOCKS = 10  # of 64 entries whose softmax is made at once: a window of 128 and 512 selected entries
+_LISTED = 64 * _BLOCKS + 128  # entries that 256 threads look up, whole times
 _STRIDE = 64 * _BLOCKS + 8  # eight rows of probabilities begin in different banks
-# Of a ring of values and the probabilities of 32 heads: two such blocks fit a multiprocessor of the large cards.
-BYTES = (4 << 14) + 2 * HEADS * _STRIDE * 2
+# Of the rows of a list, the probabilities of 32 heads and a ring of values: two such blocks fit a multiprocessor of the
+# data-center cards.
+BYTES = 8 * _LISTED + 2 * HEADS * _STRIDE * 2 + (4 << 14)
 
 
 def split(rows: int, heads: int, width: int) -> tuple[int, int]:
@@ -38,44 +40,43 @@ def ticket_count(rows: int, heads: int) -> int:
 
 
 SOURCE = (
-    (
-        """
-    // 8 warps own MT tiles of 16 heads of one query row, and a slice of its channels. First, for one block of 64 entries,
-    // warp w makes scores of entries 16 (w / 2) .. + 15 from each second 32 channels, from w % 2 on. Then warp w owns heads
-    // 2 w and 2 w + 1 of each tile, for the softmax; then an eighth of the slice, for the values.
+    """
+    // 8 warps own MT tiles of 16 heads of one query row, and a slice of its channels. First, for one block of 64
+    // entries, warp w makes scores of 16 of them, from 16 (w / 2) on, out of every second 32 channels, from 32 (w % 2)
+    // on. Then warp w owns heads 2 w and 2 w + 1 of each tile for the softmax, and an eighth of the slice for values.
     using namespace ds4_tiles;
-    constexpr int D = 64 * PAIRS, WIDTH = D / SLICES, HEADS = 16 * MT, BLOCKS = BLOCK_COUNT, STRIDE = 64 * BLOCKS + 8;
-    constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;   // octets of channels of the slice, and of a warp
-    constexpr int STAGE = WIDTH > 128 ? 32 : 64, ROOM = (BYTE_COUNT - HEADS * STRIDE * 2) / (STAGE * WIDTH * 2);
-    constexpr int STAGES = ROOM < 5 ? ROOM : 5;                   // of the ring, of STAGE entries each
-    constexpr int LISTED = (64 * BLOCKS + 255) / 256;             // entries that a thread looks up
-    constexpr int OF_TILE = 16 * 65;                              // 16 heads' scores and their maxima
-    bf16* const chances = (bf16*)dynamic_shared();                // [HEADS][STRIDE]
-    bf16* const ring = chances + HEADS * STRIDE;                  // [STAGES][STAGE][WIDTH]; before it is used:
-    uint4* const queries = (uint4*)ring;                          // [HEADS][D / 8]
-    float* const partial = (float*)(ring + HEADS * D);            // [2][HEADS][72]
-    __shared__ const bf16* listed[256 * LISTED];                  // the rows of a list, or null
+    constexpr int D = 64 * PAIRS, WIDTH = D / SLICES, HEADS = 16 * MT, BLOCKS = BLOCK_COUNT, LISTED = LISTED_COUNT;
+    constexpr int CHUNKS = WIDTH / 8, TILES = (CHUNKS + 7) / 8;     // octets of channels of the slice, and of a warp
+    constexpr int STRIDE = 64 * BLOCKS + 8, RING = BYTE_COUNT - LISTED * 8 - HEADS * STRIDE * 2;
+    constexpr int STAGE = WIDTH > 128 ? 32 : 64, ROOM = RING / (STAGE * WIDTH * 2);
+    constexpr int STAGES = ROOM < 5 ? ROOM : 5;                     // of the ring, of STAGE entries each
+    constexpr int OF_TILE = 16 * 65;                                // 16 heads' scores and their maxima
+    const bf16** const listed = (const bf16**)dynamic_shared();     // [LISTED]: the rows of a list, or null
+    bf16* const chances = (bf16*)(listed + LISTED);                 // [HEADS][STRIDE]
+    bf16* const ring = chances + HEADS * STRIDE;                    // [STAGES][STAGE][WIDTH]; before it is used:
+    uint4* const queries = (uint4*)ring;                            // [HEADS][D / 8]
+    float* const partial = (float*)(ring + HEADS * D);              // [2][HEADS][72]
     __shared__ float fades[BLOCKS][HEADS], peaks[HEADS], totals[HEADS], denominators[HEADS];
     __shared__ bool is_last;
 """
-        + SOURCES
-        + """
+    + SOURCES
+    + """
     const int count = near_count + far_count, blocks = gridDim.x, block = blockIdx.x;
     const int slice = blockIdx.y % SLICES, head0 = blockIdx.y / SLICES * HEADS, row = blockIdx.z;
     const int batch = gridDim.z == length ? 0 : row / length, ticket = row * gridDim.y + blockIdx.y;
     const size_t out = ((size_t)row * heads + head0) * D;
     const size_t at_turn = (size_t)(row - batch * length) * TURN;
-    // Words 2 w and 2 w + 1 of octet t of 32 channels c, of heads g and g + 8 of a tile, lie as a product takes them, and
-    // where no two that are written together share a bank.
+    // Words 2 w and 2 w + 1 of octet t of 32 channels c, of heads g and g + 8 of a tile, lie as a product takes them,
+    // and where no two that are written together share a bank.
     const auto place = [](int tile, int c, int w, int g, int t) {
       return ((tile * (D / 32) + c) * 2 + w) * 32 + (4 * g + t ^ (c & 1) << 2);
     };
-    int id[LISTED];
+    int id[LISTED / 256];
     const auto read_list = [&](int first) {
       const int* const of_near = near_list + (size_t)row * near_count;
       const int* const of_far = far_list + (size_t)row * far_count - near_count;
       #pragma unroll
-      for (int n = 0; n < LISTED; n++) {
+      for (int n = 0; n < LISTED / 256; n++) {
         const int p = 64 * first + threadIdx.x + 256 * n;
         id[n] = p < count ? (p < near_count ? of_near : of_far)[p] : -1;
       }
@@ -85,18 +86,20 @@ SOURCE = (
       const bf16* const of_far = far + (size_t)batch * far_rows * D;
       const bf16* const of_recent = SPLIT ? recent + ((long long)batch * recent_rows - start) * D : of_far;
       #pragma unroll
-      for (int n = 0; n < LISTED; n++) {
+      for (int n = 0; n < LISTED / 256; n++) {
         const int i = threadIdx.x + 256 * n;
-        const bool is_near = 64 * first + i < near_count, there = id[n] < (is_near ? near_rows : start + recent_rows);
+        const bool is_near = 64 * first + i < near_count;
+        const bool there = id[n] >= 0 && id[n] < (is_near ? near_rows : start + recent_rows);
         const bf16* const from = is_near ? of_near : SPLIT && id[n] >= start ? of_recent : of_far;
-        listed[i] = there && id[n] >= 0 ? from + (long long)id[n] * D : nullptr;
+        listed[i] = there ? from + (long long)id[n] * D : nullptr;
       }
     };
 
     // ---- scores of one block. No read is put off behind a barrier, of which __syncwarp() is one too.
     read_list(block / BLOCKS * BLOCKS);
     constexpr int AT_ONCE = 256 / (D / 8), TURNS = (HEADS / 2 + AT_ONCE - 1) / AT_ONCE;  // pairs of heads g and g + 8
-    const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8), first_pair = 4 * chunk - (D / 2 - TURN);
+    const int chunk = threadIdx.x % (D / 8), first_head = threadIdx.x / (D / 8);
+    const int first_pair = 4 * chunk - (D / 2 - TURN);
     uint4 word[TURNS][2] = {};
     #pragma unroll
     for (int n = 0; n < 2 * TURNS; n++) {
@@ -182,8 +185,8 @@ SOURCE = (
       if ((lane & 15) == 0) to[1024 + 2 * warp + (lane >> 4)] = most;
     }
 
-    // ---- the last block of these heads goes on. MLX knows no output in place: the tickets are an input that the launch
-    // leaves as it found them, so that its value does not change.
+    // ---- the last block of these heads goes on. The tickets are an input, because MLX knows no output in place and no
+    // state of a kernel; the launch leaves them as it found them, so that the array's value does not change.
     __syncthreads();
     int* const drawn = (int*)tickets + ticket;
     if (threadIdx.x == 0) is_last = draw_ticket(drawn) == blocks - 1;
@@ -209,9 +212,12 @@ SOURCE = (
         most = NO_SCORE;
         read4_fresh_if(b < here, most, from + b * MT * OF_TILE + 1024 + 2 * warp + half);
         #pragma unroll
-        for (int i = 0; i < BLOCKS; i++) read16_fresh_if(i < here, both[i], from + i * MT * OF_TILE + 4 * threadIdx.x);
+        for (int i = 0; i < BLOCKS; i++)
+          read16_fresh_if(i < here, both[i], from + i * MT * OF_TILE + 4 * threadIdx.x);
       };
-      const auto keep = [](int row, int chunk) { return row * CHUNKS + (chunk ^ (row & (CHUNKS < 8 ? CHUNKS - 1 : 7))); };
+      const auto keep = [](int row, int chunk) {
+        return row * CHUNKS + (chunk ^ (row & (CHUNKS < 8 ? CHUNKS - 1 : 7)));
+      };
       const auto send = [&](int stage, int slot) {
         constexpr int AT_ONCE = 256 / CHUNKS;  // entries; a thread has one chunk of each
         uint4* const to = (uint4*)ring + slot * STAGE * CHUNKS;
@@ -363,7 +369,6 @@ SOURCE = (
       }
     }
 """
-    )
-    .replace("BLOCK_COUNT", str(_BLOCKS))
-    .replace("BYTE_COUNT", str(BYTES))
 )
+for _word, _number in {"BLOCK_COUNT": _BLOCKS, "BYTE_COUNT": BYTES, "LISTED_COUNT": _LISTED}.items():
+    SOURCE = SOURCE.replace(_word, str(_number))

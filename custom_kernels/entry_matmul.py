@@ -53,18 +53,17 @@ def products_and_entry(
     `dtypes`, and the four results of `norm_and_entry`, whose low_rank and kv are the first two products.
 
     `counts`: int32 zeros, `_kernel.tickets()`, that no launch uses which may run at the same time; zeros again behind
-    this one. None makes some. Raises ValueError for an unknown format, weights of another width, or parts that do not
-    fit each other.
+    this one; without them there are two launches. Raises ValueError for an unknown format, weights of another width, or
+    parts that do not fit each other.
     """
     for weight in weights:
         check_planes("products_and_entry", *weight, x.shape[-1])
-    if not _launches(x, weights, dtypes, cos, sums, into, at):
+    if counts is None or not _launches(x, weights, dtypes, cos, sums, into, at):
         products = quant_matmul_group(x, weights, out_dtype=dtypes)
         rest = norm_and_entry(
             products[0], q_weight, products[1], cos, sin, kind, kv_weight, eps, sums, into=into, at=at
         )
         return products, *rest
-    counts = tickets() if counts is None else counts
     results = _enter_cuda.products_and_entry(
         x, weights, dtypes, q_weight, cos, sin, kind, kv_weight, eps, sums, into, at, counts
     )
@@ -117,9 +116,8 @@ def cases() -> list[Case]:
 
         def run(op, x, q_weight, cos, sin, kv_weight, dots, base, scale, into, at, *planes):
             weights, sums = list(weights_of(formats, planes)), SiteSums(dots, base, scale, **SUMS)
-            products, *rest = op(
-                x, weights, dtypes, q_weight, cos, sin, "fp8", kv_weight, 1e-20, sums, into=into, at=at
-            )
+            options = {"into": into, "at": at} | ({"counts": tickets()} if op is products_and_entry else {})
+            products, *rest = op(x, weights, dtypes, q_weight, cos, sin, "fp8", kv_weight, 1e-20, sums, **options)
             return [*rest, *products[2:]]  # of the first two a value may round the other way, which the rest shows
 
         return Case(

@@ -108,13 +108,14 @@ def shared_swiglu_routed(
     """The two results of `shared_swiglu`, and the four of `route_beside(logits, bias, sums, k=k, factor=factor)`.
 
     `counts`: int32 zeros, `_kernel.tickets()`, that no launch uses which may run at the same time; zeros again behind
-    this one. None makes some. Raises ValueError as they do.
+    this one; without them there are two launches. Raises ValueError as they do.
     """
-    routed = backend() == "cuda" and enabled("router") and _launches(x, gate, up, router_x, router)
+    routed = (
+        backend() == "cuda" and counts is not None and enabled("router") and _launches(x, gate, up, router_x, router)
+    )
     if routed and _shared_routed_cuda.takes(x.shape[0], router[1]["codes"].shape[0], k, sums):
         for weight in (gate, up, router):
             check_planes("shared_swiglu", *weight, x.shape[-1])
-        counts = tickets() if counts is None else counts
         options = {"k": k, "factor": factor, "limit": limit}
         return tuple(
             _shared_routed_cuda.shared_swiglu_routed(x, gate, up, router_x, router, bias, sums, counts, **options)
@@ -202,7 +203,8 @@ def cases() -> list[Case]:
         def call(op: Callable, bias: mx.array, dots, base, scale, x: mx.array, *planes: mx.array):
             gate, up, router = weights_of(formats, planes)
             sums = SiteSums(dots, base, scale, **SUMS)
-            return op(x, gate, up, x, router, bias, sums, k=k, factor=1.5, limit=1.0)
+            counts = {"counts": tickets()} if op is shared_swiglu_routed else {}
+            return op(x, gate, up, x, router, bias, sums, k=k, factor=1.5, limit=1.0, **counts)
 
         return Case(
             f"shared_expert/routed_{'_'.join(f.lower() for f in formats)}_{rows}x{C}_{E}+{F}_k{k}",

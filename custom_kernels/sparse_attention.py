@@ -32,7 +32,7 @@ import numpy as np
 
 from . import _sparse_attention_cuda, _sparse_attention_few_cuda, _sparse_attention_metal, _tiles_cuda
 from ._case import Case
-from ._kernel import Kernel, float_bits
+from ._kernel import Kernel, float_bits, tickets
 from ._rows import Rows, SplitRows, gather, rows_fault, valid
 from ._switches import backend, enabled
 from .rope import rope, rope_frequencies, rope_ref, rope_table
@@ -94,9 +94,10 @@ def sparse_attention(
     its rounding; with `turn_queries` too, those of q are rotated forward first, as `rope(q, *turn)` does. List entries
     that name no row count as nothing.
 
-    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no other call has; without them a kernel that
-    counts its thread blocks makes them in a launch of their own. Raises ValueError when the shapes do not fit each
-    other.
+    `tickets`: int32 zeros, `ticket_count(B * L, H)` of them or more, which no call has that may run at the same time;
+    they are zeros again afterwards. Without them CUDA takes the body for many rows, with the same bits.
+
+    Raises ValueError when the shapes do not fit each other.
     """
     B, L, H, D = _check(q, sources, sinks, turn)
     if tickets is not None and (tickets.dtype != mx.int32 or tickets.size < ticket_count(B * L, H)):
@@ -124,7 +125,8 @@ def sparse_attention(
         *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
         ("SCALE_BITS", float_bits(scale)),
     ]
-    if backend() == "cuda" and B * L <= _sparse_attention_few_cuda.MOST and _few_kernel.has_room:
+    few = backend() == "cuda" and tickets is not None and B * L <= _sparse_attention_few_cuda.MOST
+    if few and _few_kernel.has_room:
         return _attend_few(arrays, template, sum(index.shape[2] for _, index in sources), tickets)
     heads = _heads_of_group(B * L, H)
     return _sparse_attention_kernel(
@@ -142,15 +144,13 @@ def ticket_count(rows: int, heads: int) -> int:
     return _sparse_attention_few_cuda.ticket_count(rows, heads)
 
 
-def _attend_few(arrays: list[mx.array], template: list[tuple], entries: int, tickets: mx.array | None) -> mx.array:
+def _attend_few(arrays: list[mx.array], template: list[tuple], entries: int, tickets: mx.array) -> mx.array:
     """A few query rows, whose lists have `entries` entries."""
     q, sinks = arrays[0], arrays[_INPUTS.index("sinks")]
     rows, heads = q.shape[0] * q.shape[1], sinks.shape[0]
     tiles, slices = _sparse_attention_few_cuda.split(rows, heads, dict(template)["PAIRS"] * 64)
     tile = _sparse_attention_few_cuda.HEADS * tiles
     blocks, shares = -(-entries // _BLOCK), -(-heads // tile) * slices
-    if tickets is None:
-        tickets = mx.zeros((ticket_count(rows, heads),), dtype=mx.int32)
     return _few_kernel(
         inputs=[*arrays, tickets],
         template=[("MT", tiles), ("SLICES", slices), *template],
@@ -320,7 +320,8 @@ def cases() -> list[Case]:
         if split:
             rest = [*rest[:-4], SplitRows(*rest[-3:]), rest[-4]]
         sources = list(zip(rest[::2], rest[1::2], strict=True))
-        return op(q, sources, sinks, scale=scale, turn=turn, turn_queries=queries)
+        counts = {"tickets": tickets()} if op is sparse_attention else {}
+        return op(q, sources, sinks, scale=scale, turn=turn, turn_queries=queries, **counts)
 
     def case(
         B: int,

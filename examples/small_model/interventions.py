@@ -15,6 +15,7 @@ from mlx import nn
 
 from mlx_ds4.custom_kernels._rows import ring_ref
 from mlx_ds4.custom_kernels.hyper_connection import coefficients
+from mlx_ds4.custom_kernels.quant_matmul import quant_matmul_group
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 from mlx_ds4.custom_kernels.rope import rope
 from mlx_ds4.model import attention, indexer, linear, moe
@@ -74,14 +75,15 @@ def fake_quantization_off() -> Iterator[None]:
         rows = rope(x if weight is None else rms_norm(x, weight, eps), cos, sin)
         return rows if into is None else ring_ref(into, rows, at, axis=1)
 
-    def norm_and_entry(low_rank, q_weight, kv, cos, sin, kind, kv_weight, eps, sums, **ring):
-        rows = cache_entry(kv, cos, sin, kind, weight=kv_weight, eps=eps, **ring)
-        return rms_norm(low_rank, q_weight, eps), rows, *coefficients(sums)
+    def products_and_entry(x, weights, dtypes, q_weight, cos, sin, kind, kv_weight, eps, sums, *, into, at, counts):
+        products = quant_matmul_group(x, weights, out_dtype=dtypes)
+        rows = cache_entry(products[1], cos, sin, kind, weight=kv_weight, eps=eps, into=into, at=at)
+        return products, rms_norm(products[0], q_weight, eps), rows, *coefficients(sums)
 
     with contextlib.ExitStack() as stack:
         for module in (attention, indexer):
             stack.enter_context(mock.patch.object(module, "cache_entry", cache_entry))
-        stack.enter_context(mock.patch.object(attention, "norm_and_entry", norm_and_entry))
+        stack.enter_context(mock.patch.object(linear, "products_and_entry", products_and_entry))
         for module in (linear, moe):
             stack.enter_context(mock.patch.object(module, "fake_quant_fp8", lambda x: x))
         yield

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_ds4.cache import REWIND, LayerCache
 from mlx_ds4.config import ModelConfig
-from mlx_ds4.custom_kernels._kernel import TICKETS
+from mlx_ds4.custom_kernels._kernel import TICKETS, tickets
 from mlx_ds4.custom_kernels.rope import host_rope_table, rope_frequencies
 
 Rotation = tuple[mx.array, mx.array]
@@ -156,7 +156,9 @@ class Step:
 
     def tickets(self) -> mx.array:
         """What the launches of this step count arrivals in, int32: each needs the results of the one before."""
-        return self._array("tickets")
+        if "tickets" not in self._arrays:
+            self._arrays["tickets"] = tickets()
+        return self._arrays["tickets"]
 
     def rotation(self, ratio: int) -> Rotation:
         """cos and sin of this step's positions for a layer of the given compression ratio."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _kernel, index_score, sparse_attention
+from mlx_ds4.custom_kernels import _kernel, _sparse_attention_few_cuda, index_score, sparse_attention
 from mlx_ds4.custom_kernels._case import compare, outputs
 from mlx_ds4.custom_kernels._kernel import watch_launches
 from mlx_ds4.custom_kernels._rows import SplitRows, part
@@ -74,6 +74,7 @@ def test_attention_of_few_rows_has_the_bits_of_many(few_rows, monkeypatch, width
     def attend(rows: slice) -> mx.array:
         options = {"scale": 512**-0.5, "turn": tuple(x[rows] for x in turn), "turn_queries": True}
         some = [(x, index[:, rows]) for x, index in sources]
+        options |= {"tickets": _kernel.tickets()}
         return run(lambda: sparse_attention.sparse_attention(q[:, rows], some, sinks, **options))
 
     got = attend(slice(0, 3))
@@ -81,6 +82,61 @@ def test_attention_of_few_rows_has_the_bits_of_many(few_rows, monkeypatch, width
     assert mx.array_equal(attend(slice(2, 3)), got[:, 2:])
     monkeypatch.setattr(_kernel, "block_bytes", lambda: 99 << 10)  # as on a workstation's card
     assert mx.array_equal(attend(slice(0, 3)), got)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "D", "entries"),
+    [
+        (1, 64, 64, 65),
+        (2, 3, 64, 1290),  # more than one softmax takes: three of them
+        (1, 20, 128, 64),  # four heads of the second tile
+        (2, 20, 256, 90),
+        (1, 37, 512, 70),  # five of the second pair of tiles
+        (1, 5, 512, 640),
+    ],
+)
+def test_attention_of_few_rows_however_it_is_split(few_rows, monkeypatch, rows, heads, D, entries):
+    """By tiles of heads and slices of channels, and whichever block is the last: the bits of the body for many rows."""
+    rng = np.random.default_rng(9)
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
+
+    q, sinks = normal(rows, 1, heads, D), mx.array(rng.standard_normal(heads).astype(np.float32))
+    index = mx.array(rng.integers(-30, 150, (rows, 1, entries)).astype(np.int32))
+    index[:, :, 5:24] = -1
+    turn = rope_table(np.array([70_000]), rope_frequencies(32, 10000.0))
+    tickets = mx.zeros((sparse_attention.ticket_count(rows, heads),), dtype=mx.int32)
+    attend = functools.partial(
+        sparse_attention.sparse_attention, q, [(normal(rows, 140, D), index)], sinks, scale=D**-0.5, turn=turn
+    )
+    few = functools.partial(attend, turn_queries=True, tickets=tickets)
+    got = []
+    for split in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 4)):
+        monkeypatch.setattr(_sparse_attention_few_cuda, "split", lambda *_, split=split: split)
+        launches = []
+        with watch_launches(launches.append):
+            trace(few)
+        (item,) = launches
+        assert item.kernel.name == "sparse_attention_few" and item.inputs[-1] is tickets
+        # Which leaves the tickets as they were: launch() looks.
+        got += [launch(item.kernel, item.inputs, item.call, backward=backward)[0] for backward in (False, True)]
+    monkeypatch.setattr(_kernel, "block_bytes", lambda: 99 << 10)
+    want = run(functools.partial(attend, turn_queries=True))
+    for one in got:
+        assert mx.array_equal(one, want)
+
+
+def test_attention_of_few_rows_without_entries(few_rows):
+    """Zeros; and without tickets the body for many rows."""
+    q, rows = mx.ones((1, 2, 4, 64), dtype=mx.bfloat16), mx.full((1, 3, 64), float("nan"), dtype=mx.bfloat16)
+    index = mx.array([[[-1, 3, 1 << 30] * 30, [-7, 5, -1] * 30]], dtype=mx.int32)
+    names = []
+    for tickets in (_kernel.tickets(), None):
+        attend = functools.partial(sparse_attention.sparse_attention, q, [(rows, index)], mx.zeros((4,)), scale=0.1)
+        with watch_launches(lambda item: names.append(item.kernel.name)):
+            assert not mx.any(attend(tickets=tickets))
+    assert names == ["sparse_attention_few", "sparse_attention"]
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -112,6 +112,8 @@ def test_few_rows_in_shared_memory(on_cpu, monkeypatch, small_blocks, format, bl
     if format == "FP8":
         outputs = -(-outputs // 32) * 32
     monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_BLOCKS", blocks * groups)
+    monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_SPLIT", 1)
+    monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_UNEVEN", 9)
     planes = random_planes(np.random.default_rng(16), format, groups * outputs, width)
     x = rows_of(8, groups * width)
     dense = functools.partial(_quant_cuda.dense, format=format, planes=planes, groups=groups, out_dtype=mx.float32)
@@ -121,17 +123,21 @@ def test_few_rows_in_shared_memory(on_cpu, monkeypatch, small_blocks, format, bl
         assert mx.array_equal(run(lambda rows=rows: dense(x[rows])), want[rows])
 
 
-def test_room_for_few_rows():
-    """The largest products of 8 rows leave rings of two steps or more; one that does not, and 9 rows, have another body."""
-    kernel = _quant_cuda._dense_few
-    plan = functools.partial(_quant_cuda.dense_few_plan, kernel, format="Q8_0", groups=1)
-    for M, N, K in ((1, 5120, 8192), (6, 5120, 8192), (8, 5120, 8192), (8, 32768, 1280), (1, 16, 128), (8, 16, 10240)):
-        template = dict(plan(M=M, N=N, K=K)[0])
-        warp = template["STEPS"] * template["STEP_BYTES"] + _dense_few_cuda.SUMS_BYTES
-        assert template["STEPS"] >= 2
-        held = M * (2 * K + _dense_few_cuda.PADDING)
-        assert template["S"] * template["TEAMS"] * warp + held <= kernel.shared_memory
-    assert plan(M=8, N=16, K=16384) is None and plan(M=9, N=32768, K=1280) is None
+def test_where_few_rows_are_in_shared_memory(monkeypatch):
+    """The real products of which each block has tiles, for 8 rows, too; not the head, whose warps have tiles of their
+    own, nor 320 tiles on 132 multiprocessors, nor 9 rows, nor rows that leave no rings of two steps."""
+    real, heads, uneven = (32768, 1280, 1), (129280, 5120, 1), (5120, 8192, 1)
+    for N, K, groups in (real, (8192, 4096, 8)):
+        for M in (1, 6, 8):
+            template = dict(_quant_cuda._few_plan(M, "Q8_0", N, K, groups)[0])
+            warp = template["STEPS"] * template["STEP_BYTES"] + _dense_few_cuda.SUMS_BYTES
+            held = M * (2 * K + _dense_few_cuda.PADDING)
+            assert template["STEPS"] >= 2
+            assert template["S"] * template["TEAMS"] * warp + held <= _quant_cuda._dense_few.shared_memory
+    assert _quant_cuda._few_plan(9, "Q8_0", *real) is None
+    assert _quant_cuda._few_plan(1, "Q8_0", *heads) is None and _quant_cuda._few_plan(1, "Q8_0", *uneven) is None
+    assert _quant_cuda._few_plan(8, "Q8_0", 132 * 16, 16384, 1) is None
+    assert _quant_cuda._few_plan(4, "Q8_0", 132 * 16, 16384, 1)
 
 
 def product_of(monkeypatch, x, format, planes, groups, dtype) -> tuple[str, mx.array]:
@@ -384,18 +390,14 @@ def test_partial_sums_of_many_rows(on_cpu, rows, M, C):
 
 
 @pytest.mark.parametrize(("M", "C", "width"), [(4, 40, 128), (2, 72, 1024), (1, 16, 256), (4, 40, 2048), (4, 33, 4096)])
-def test_projection_that_expands(on_cpu, monkeypatch, small_blocks, M, C, width):
-    """One, two, four and eight warps for 16 rows; one row alone as among three; with x in shared memory and without."""
-    monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_BLOCKS", 2)
+def test_projection_that_expands(on_cpu, M, C, width):
+    """One, two, four and eight warps for 16 rows; one row alone as among three."""
     weight = ("Q8_0", random_planes(np.random.default_rng(9), "Q8_0", C, width))
     x, (h, mix) = rows_of(3, width), streams_of(3, M, C)
     got = run(lambda: _expand_cuda.project(x, weight, h, mix))
     y = run(lambda: _quant_cuda.dense(x, *weight, groups=1, out_dtype=mx.bfloat16))
     assert mx.array_equal(got, expanded(y, h, mix))
-    for call in (lambda fn: fn(), small_blocks):
-        alone = call(lambda: run(lambda: _expand_cuda.project(x[1:2], weight, h[1:2], mix[1:2])))
-        assert mx.array_equal(alone, got[1:2])
-    assert mx.array_equal(small_blocks(lambda: run(lambda: _expand_cuda.project(x, weight, h, mix))), got)
+    assert mx.array_equal(run(lambda: _expand_cuda.project(x[1:2], weight, h[1:2], mix[1:2])), got[1:2])
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8])
@@ -411,7 +413,7 @@ def test_experts_that_expand(on_cpu, rows):
 
 
 def test_small_blocks_leave_the_large_bodies_alone(monkeypatch):
-    """Cards of 99 KB a block (workstations, DGX Spark) multiply by bodies that fit; 163 KB suffice for all but one."""
+    """Cards of 99 KB a block (workstations, DGX Spark) multiply by bodies that fit; 163 KB suffice for all."""
     planes = random_planes(np.random.default_rng(0), "IQ2_XXS", 2, 256, 256)
     x, chosen = rows_of(2, 256), mx.zeros((2, 1), dtype=mx.int32)
     names = {}
@@ -425,7 +427,8 @@ def test_small_blocks_leave_the_large_bodies_alone(monkeypatch):
             expert_matmul.expert_swiglu(x, gate, gate, chosen, mx.ones((2, 1)), limit=10.0)
     assert names == {99: "expert_gate_up", 163: "expert_swiglu_few_wide_mma", 227: "expert_swiglu_few_wide_mma"}
     fits = {k.name for k in all_kernels() if k.shared_memory and k.has_room}
-    large = {"quant_matmul_tile", "quant_matmul_few_mma", "expand_project_few_mma", "sparse_attention_few"}
+    large = {"quant_matmul_tile", "quant_matmul_few_mma", "sparse_attention_few"}
     assert large | set(names.values()) - {"expert_gate_up"} <= fits
-    monkeypatch.setattr(_kernel, "block_bytes", lambda: 163 << 10)
-    assert not sparse_attention._few_kernel.has_room
+    for kilobytes in (99, 163):
+        monkeypatch.setattr(_kernel, "block_bytes", lambda kilobytes=kilobytes: kilobytes << 10)
+        assert sparse_attention._few_kernel.has_room == (kilobytes == 163)

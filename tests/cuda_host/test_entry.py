@@ -8,7 +8,7 @@ import pytest
 
 from mlx_ds4.custom_kernels import _quant_group_cuda, cache_entry, entry_matmul, hyper_connection
 from mlx_ds4.custom_kernels._case import compare, outputs
-from mlx_ds4.custom_kernels._kernel import watch_launches
+from mlx_ds4.custom_kernels._kernel import tickets, watch_launches
 from mlx_ds4.custom_kernels._random_planes import weights_of
 from mlx_ds4.custom_kernels._switches import use_kernels
 from mlx_ds4.custom_kernels.hyper_connection import SUMS, SiteSums
@@ -50,7 +50,9 @@ def test_bits_of_two_launches(cuda, monkeypatch):
     def together(rows: slice, ring: mx.array, at: mx.array):
         sums = SiteSums(dots[:, rows], base, scale, **SUMS)
         entry = (q_weight, cos[rows], sin[rows], "fp8", kv_weight, 1e-20, sums)
-        products, *entered = entry_matmul.products_and_entry(x[:, rows], weights, dtypes, *entry, into=ring, at=at)
+        products, *entered = entry_matmul.products_and_entry(
+            x[:, rows], weights, dtypes, *entry, into=ring, at=at, counts=tickets()
+        )
         return products, entered, entry
 
     products, entered, entry = together(slice(0, 3), into, at)

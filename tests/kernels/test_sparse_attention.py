@@ -242,6 +242,8 @@ LIST = mx.zeros((1, 2, 4), dtype=mx.int32)
         ({"turn": (mx.zeros((3, 4)), mx.zeros((3, 4)))}, "make the table from the positions"),
         ({"turn": (mx.zeros((2, 33)), mx.zeros((2, 33)))}, "make the table from the positions"),
         ({"turn_queries": True}, "expected its tables"),
+        ({"tickets": mx.zeros((3,), dtype=mx.int32)}, "as many zeros as ticket_count says"),
+        ({"tickets": mx.zeros((8,))}, "as many zeros as ticket_count says"),
         ({"sources": [(split(mx.zeros((1, 9, 64)), 5, 4), LIST), (mx.zeros((1, 9, 64)), LIST)]}, "swap the two"),
         ({"sources": [(SplitRows(*[mx.zeros((1, 9, 64))] * 2, mx.array([1.0])), LIST)]}, "parts of one cache"),
         ({"sources": [(SplitRows(*[mx.zeros((1, 0, 64))] * 2, mx.array([0])), LIST)]}, "parts of one cache"),
