@@ -4,8 +4,9 @@ A pass over up to 8 rows runs as a chain of graphs. The first of a model with En
 layers before Engram; it needs no number on the host, so the device works on it while the host still waits for the token
 that Engram must hash. Without Engram nothing waits. The next graph has two layers, then come eight each: a graph is
 copied as a whole before any of it is evaluated, and the device would wait for that. Positions, bounds and slots are
-arrays, made on the host as one and taken apart on the device by the first graph; so a graph serves every step of its
-shape (`StepShape`) and cache capacity. The arrays it makes are the rings and the recent rows, never the old ones.
+arrays, which the first graph unpacks from one array of the host or, on CUDA, makes from the position; so a graph serves
+every step of its shape (`StepShape`) and cache capacity. The arrays it makes are the rings and the recent rows, never
+the old ones.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
+from mlx_ds4.custom_kernels.step_values import launches
 
-from .step import Layout, Step, StepShape, unpack
+from .step import Layout, Step, StepShape, on_device, unpack
 
 if TYPE_CHECKING:
     from .model import Model
@@ -53,15 +55,17 @@ class CompiledSteps:
         if not hashed and not sampled:
             model.checked_ids(tokens)
         step = Step(model.config, cache.offset, tokens.shape[1])
-        shape, (packed, layout) = step.shape, step.packed()
-        state, arrays, published, outputs, taps = [tokens, packed], {}, {}, [], []
+        shape, layout = step.shape, step.layout()
+        made_there = launches()
+        values = mx.array([step.start], dtype=mx.int32) if made_there else step.packed(layout)
+        state, arrays, published, outputs, taps = [tokens, values], {}, {}, [], []
         mapped, records = None, {}
         for part, (first, end) in enumerate(parts := _parts(model)):
             if part == 1 and hashed:
                 mapped, records = model.fetch(model.checked_ids(tokens), cache)
             ends = part + 1 == len(parts)
-            key = (part, shape, ends and last_only)
-            graph = self._graph(key, lambda part=part: self._part(parts, part, shape, layout, last_only))
+            key = (part, shape, ends and last_only, made_there)
+            graph = self._graph(key, lambda part=part: self._part(parts, part, shape, layout, last_only, made_there))
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
             state, unpacked, published, made, some = graph(state, arrays, inputs, own, published)
@@ -76,10 +80,16 @@ class CompiledSteps:
         return state[0], taps
 
     def _part(
-        self, parts: list[tuple[int, int]], part: int, shape: StepShape, layout: Layout, last_only: bool
+        self,
+        parts: list[tuple[int, int]],
+        part: int,
+        shape: StepShape,
+        layout: Layout,
+        last_only: bool,
+        made_there: bool,
     ) -> Callable:
-        """A run of layers; the first part begins with the embedding and unpacks the step's arrays for all, the last one
-        ends with the head."""
+        """A run of layers; the first part begins with the embedding and unpacks the step's arrays for all, or makes
+        them there; the last one ends with the head."""
         model, (first, end) = self._model, parts[part]
         twins = [LayerCache(model.config, layer) for layer in range(len(model.layers))]
 
@@ -92,8 +102,8 @@ class CompiledSteps:
         ):
             tokens = None
             if part == 0:
-                tokens, packed = state
-                arrays = unpack(packed, layout)
+                tokens, values = state
+                arrays = unpack(on_device(values, model.config, layout) if made_there else values, layout)
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
             caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]

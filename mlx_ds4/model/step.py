@@ -14,10 +14,11 @@ from mlx_ds4.cache import REWIND, LayerCache
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels._kernel import TICKETS, tickets
 from mlx_ds4.custom_kernels.rope import host_rope_table, rope_frequencies
+from mlx_ds4.custom_kernels.step_values import Kind, step_values
 
 Rotation = tuple[mx.array, mx.array]
-# Of packed values: name, where it begins, its shape, and whether it is float32.
-Layout = tuple[tuple[str, int, tuple[int, ...], bool], ...]
+# Of packed values: name, where it begins, its shape.
+Layout = tuple[tuple[str, int, tuple[int, ...]], ...]
 _ALIGNED = 4  # words: kernels may read 16 bytes at a time
 
 
@@ -66,8 +67,8 @@ class Step:
     Layers publish here what later layers of the SAME pass read: the top-k list (`selection`), the candidate blocks
     (`candidates`) and the owner of the compressed rows (`source`). With a `trace` dict every module notes
     its intermediate arrays under `L<layer>.<name>`. What follows from the positions is computed on the host when first
-    asked for; a compiled graph takes all of it as one array (`packed`, `unpack`). Windows begin at position `seen_from`
-    at the earliest.
+    asked for; a compiled graph takes all of it as one array (`packed`, `unpack`), or makes it (`on_device`). Windows
+    begin at position `seen_from` at the earliest.
     """
 
     def __init__(
@@ -135,20 +136,29 @@ class Step:
     def reach(self, ratio: int) -> Reach:
         return self.shape.reach[ratio - 1]
 
-    def packed(self) -> tuple[mx.array, Layout]:
-        """Every value that a short step may ask for, int32 [n], and how `unpack` finds them there. They are one array,
-        because CUDA fetches a new array of the host's page by page when a launch first reads it."""
+    def layout(self) -> Layout:
+        """Where every value that a short step may ask for stands in `packed`."""
         ratios = sorted({r for r in self.config.compress_ratios if r})
         turns = sorted({0, *([1] if ratios else []), *[r for r in ratios if self.entries(r)]})
-        names = ["at", "tickets", "window", *[f"visible {r}" for r in ratios]]
-        names += [f"{part} {r}" for r in turns for part in ("cos", "sin")]
-        layout, parts, end = [], [], 0
-        for name in names:
-            value = self._value(name)
-            layout.append((name, end, value.shape, value.dtype == np.float32))
-            parts.append(np.pad(value.reshape(-1).view(np.int32), (0, -value.size % _ALIGNED)))
-            end += parts[-1].size
-        return mx.array(np.concatenate(parts)), tuple(layout)
+        pairs = self.config.qk_rope_head_dim // 2
+        shapes = {"at": (1,), "tickets": (TICKETS,), "window": (1, self.length, self.config.sliding_window)}
+        shapes |= {f"visible {r}": (self.length,) for r in ratios}
+        for r in turns:
+            count = self.entries(r) if r > 1 else self.length
+            shapes |= {f"cos {r}": (count, pairs), f"sin {r}": (count, pairs)}
+        layout, end = [], 0
+        for name, shape in shapes.items():
+            layout.append((name, end, shape))
+            end += -(-prod(shape) // _ALIGNED) * _ALIGNED
+        return tuple(layout)
+
+    def packed(self, layout: Layout) -> mx.array:
+        """All these values, int32 [n]: made on the host."""
+        name, begin, shape = layout[-1]
+        words = np.zeros(begin + prod(shape), dtype=np.int32)
+        for name, begin, shape in layout:
+            words[begin : begin + prod(shape)] = self._value(name).reshape(-1).view(np.int32)
+        return mx.array(words)
 
     def at(self) -> mx.array:
         """The position where the step starts, int32 [1]."""
@@ -216,14 +226,44 @@ class Step:
         return np.where(seen <= self.positions[:, None], rows, -1)
 
 
-def unpack(packed: mx.array, layout: Layout) -> dict[str, mx.array]:
-    """The arrays of `Step.packed` by name, on the device: within a graph, one launch copies them all."""
-    words = packed + 0
+def unpack(words: mx.array, layout: Layout) -> dict[str, mx.array]:
+    """The arrays of a layout by name."""
     numbers = words.view(mx.float32)
     return {
-        name: (numbers if real else words)[begin : begin + prod(shape)].reshape(shape)
-        for name, begin, shape, real in layout
+        name: (numbers if _is_real(name) else words)[begin : begin + prod(shape)].reshape(shape)
+        for name, begin, shape in layout
     }
+
+
+def on_device(start: mx.array, config: ModelConfig, layout: Layout) -> mx.array:
+    """`Step.packed` of a step that starts at start, int32 [1], made on the device; where `step_values.launches()`."""
+    width = config.sliding_window
+    return step_values(start, *_recipe(config, layout), width=width, slots=width + REWIND)
+
+
+@functools.lru_cache(maxsize=64)
+def _recipe(config: ModelConfig, layout: Layout) -> tuple[mx.array, mx.array, mx.array]:
+    """What `step_values` makes the words of a layout from: the spec, and the frequencies of both kinds of layers."""
+    name, begin, shape = layout[-1]
+    spec = np.zeros((begin + prod(shape), 4), dtype=np.int32)
+    for name, begin, shape in layout:
+        what, _, ratio = name.partition(" ")
+        part = spec[begin : begin + prod(shape)]
+        index = np.indices(shape).reshape(len(shape), -1)
+        if what == "at":
+            part[:, 0] = Kind.START
+        elif what == "visible":
+            part[:] = np.stack(np.broadcast_arrays(Kind.VISIBLE, index[0], int(ratio), 0), axis=-1)
+        elif what == "window":
+            part[:] = np.stack(np.broadcast_arrays(Kind.SLOT, index[1], index[2], 0), axis=-1)
+        elif what in ("cos", "sin"):
+            kind = Kind.SIN if what == "sin" else Kind.COS
+            part[:] = np.stack(np.broadcast_arrays(kind, *index, int(ratio)), axis=-1)
+    return mx.array(spec), *(mx.array(layer_frequencies(config, compressed)) for compressed in (False, True))
+
+
+def _is_real(name: str) -> bool:
+    return name.startswith(("cos", "sin"))
 
 
 @functools.lru_cache(maxsize=8)  # asked for at every step, always with the same config
