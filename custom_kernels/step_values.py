@@ -1,8 +1,9 @@
-"""What follows from the position where a step starts: bounds, window slots, rotary tables, and zeros to count in.
+"""What follows from the position where a step starts: bounds, window slots, rotary tables, and zeros to count in; and
+the tokens of a few rows that the host knows.
 
 CUDA alone launches this. There MLX keeps arrays of the host in managed memory, whose pages a launch fetches when it
-first reads them, 50 to 150 us a step, and counting in such a page takes 0.1 us each time. A number of four bytes is
-read where it lies, so the device makes all the rest of it.
+first reads them, 50 to 250 us a step, and counting in such a page takes 0.1 us each time. Up to eight bytes are read
+where they lie, so the device makes all that follows from the position, and tokens travel in pairs.
 
 A word of the result for each row of `spec`: (kind, a, b, c) as `Kind` says. Integers are exact; cosines and sines are
 those of numpy's float64 functions, rounded to float32, or their neighbours where two libraries differ in the last place
@@ -12,6 +13,7 @@ of a float64.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from enum import IntEnum
 
 import mlx.core as mx
@@ -34,6 +36,7 @@ class Kind(IntEnum):
     SLOT = 3  # of row a, column b: p = max(s + a - WIDTH + 1, 0) + b as p % SLOTS, or -1 beyond s + a
     COS = 4  # of the a-th position, frequency b; c: 0, plain; 1, compressed; beyond, multiples of c from s // c on
     SIN = 5
+    TOKEN = 6  # the a-th token
 
 
 _SOURCE = """
@@ -52,11 +55,12 @@ _SOURCE = """
       const double phase = (float)position * (c > 0 ? compressed : plain)[b];  // a float32 product
       word = __float_as_int((float)(kind == 4 ? cos(phase) : sin(phase)));
     }
+    if (kind == 6) word = (a < 4 ? (a < 2 ? pair0 : pair1) : (a < 6 ? pair2 : pair3))[a % 2];
     words[i] = word;
 """
 _kernel = Kernel(
     "step_values",
-    ["start", "spec", "plain", "compressed"],
+    ["start", "pair0", "pair1", "pair2", "pair3", "spec", "plain", "compressed"],
     ["words"],
     None,
     cuda_source=_SOURCE,
@@ -71,13 +75,21 @@ def launches() -> bool:
 
 
 def step_values(
-    start: mx.array, spec: mx.array, plain: mx.array, compressed: mx.array, *, width: int, slots: int
+    start: mx.array,
+    pairs: Sequence[mx.array],
+    spec: mx.array,
+    plain: mx.array,
+    compressed: mx.array,
+    *,
+    width: int,
+    slots: int,
 ) -> mx.array:
-    """start int32 [1] >= 0, spec int32 [n, 4], frequencies float32 [pairs] of plain layers and of compressed ones ->
-    int32 [n], in which float32 values lie as their bits. Only where `launches()`."""
+    """start int32 [1] >= 0; up to four pairs of tokens int32 [2], of which the last may be one, or none where the spec
+    asks for none; spec int32 [n, 4]; frequencies float32 [P] of plain layers and of compressed ones -> int32 [n], in
+    which float32 values lie as their bits. Only where `launches()`."""
     count = spec.shape[0]
     return _kernel(
-        inputs=[start, spec, plain, compressed],
+        inputs=[start, *pairs, *[start] * (4 - len(pairs)), spec, plain, compressed],
         template=[("WIDTH", width), ("SLOTS", slots)],
         grid=(-(-count // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -87,14 +99,24 @@ def step_values(
 
 
 def step_values_ref(
-    start: mx.array, spec: mx.array, plain: mx.array, compressed: mx.array, *, width: int, slots: int
+    start: mx.array,
+    pairs: Sequence[mx.array],
+    spec: mx.array,
+    plain: mx.array,
+    compressed: mx.array,
+    *,
+    width: int,
+    slots: int,
 ) -> mx.array:
     s, rows = start.item(), np.array(spec).tolist()
+    tokens = [token for pair in pairs for token in pair.tolist()]
     frequencies = [np.array(plain), np.array(compressed)]
 
     def word(kind: int, a: int, b: int, c: int) -> int:
         if kind == Kind.START:
             return s
+        if kind == Kind.TOKEN:
+            return tokens[a]
         if kind == Kind.VISIBLE:
             return (s + a + 1) // b
         if kind == Kind.SLOT:
@@ -113,6 +135,7 @@ def cases() -> list[Case]:
     def case(start: int, rows: int, large: bool = False) -> Case:
         spec = [(Kind.ZERO, 0, 0, 0), (Kind.START, 0, 0, 0)]
         spec += [(Kind.VISIBLE, row, ratio, 0) for ratio in (1, 2, 7) for row in range(rows)]
+        spec += [(Kind.TOKEN, row, 0, 0) for row in range(rows)]
         spec += [(Kind.SLOT, row, column, 0) for row in range(rows) for column in range(9)]
         integers = len(spec)
         turns = [(kind, ratio) for kind in (Kind.COS, Kind.SIN) for ratio in (0, 1, 2)]
@@ -120,18 +143,14 @@ def cases() -> list[Case]:
 
         def inputs(rng: np.random.Generator) -> list[mx.array]:
             plain, compressed = (1 / base ** (np.arange(16, dtype=np.float32) / 16) for base in (1e4, 1.6e5))
-            return [
-                mx.array([start], dtype=mx.int32),
-                mx.array(spec, dtype=mx.int32),
-                *map(mx.array, (plain, compressed)),
-            ]
+            tokens = rng.integers(0, 1 << 24, rows).astype(np.int32)
+            pairs = [mx.array(tokens[i : i + 2]) for i in range(0, rows, 2)]
+            integers = (mx.array(values, dtype=mx.int32) for values in ([start], spec))
+            return [*integers, mx.array(plain), mx.array(compressed), *pairs]
 
-        def run(op, *arrays: mx.array) -> list[mx.array]:
-            words = (
-                op(*arrays, width=9, slots=17)
-                if op is step_values_ref or launches()
-                else step_values_ref(*arrays, width=9, slots=17)
-            )
+        def run(op, start: mx.array, spec: mx.array, plain: mx.array, compressed: mx.array, *pairs: mx.array):
+            op = op if launches() else step_values_ref
+            words = op(start, pairs, spec, plain, compressed, width=9, slots=17)
             return [words[:integers].astype(mx.float32), words[integers:].view(mx.float32)]
 
         return Case(

@@ -51,20 +51,21 @@ class CompiledSteps:
         """As `Model.forward`, for a step of at most 8 rows behind `cache.begin`."""
         model = self._model
         self._start_anew_if_changed()
-        hashed = bool(model.config.engram_layer_ids)
-        if not hashed and not sampled:
-            model.checked_ids(tokens)
+        hashed, made_there = bool(model.config.engram_layer_ids), launches()
+        # Tokens of several rows are the host's, which on CUDA sends them as pairs.
+        sent = made_there and not sampled and tokens.shape[0] == 1 and tokens.shape[1] > 2
+        ids = model.checked_ids(tokens) if sent or not (hashed or sampled) else None
         step = Step(model.config, cache.offset, tokens.shape[1])
-        shape, layout = step.shape, step.layout()
-        made_there = launches()
+        shape, layout = step.shape, step.layout(sent)
         values = mx.array([step.start], dtype=mx.int32) if made_there else step.packed(layout)
-        state, arrays, published, outputs, taps = [tokens, values], {}, {}, [], []
+        pairs = [mx.array(ids[0, i : i + 2], dtype=mx.int32) for i in range(0, shape.length, 2)] if sent else []
+        state, arrays, published, outputs, taps = [values, *(pairs if sent else [tokens])], {}, {}, [], []
         mapped, records = None, {}
         for part, (first, end) in enumerate(parts := _parts(model)):
             if part == 1 and hashed:
-                mapped, records = model.fetch(model.checked_ids(tokens), cache)
+                mapped, records = model.fetch(model.checked_ids(tokens) if ids is None else ids, cache)
             ends = part + 1 == len(parts)
-            key = (part, shape, ends and last_only, made_there)
+            key = (part, shape, ends and last_only, made_there, sent)
             graph = self._graph(key, lambda part=part: self._part(parts, part, shape, layout, last_only, made_there))
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
@@ -100,15 +101,14 @@ class CompiledSteps:
             records: dict[int, mx.array],
             published: dict[str, Any],
         ):
-            tokens = None
             if part == 0:
-                tokens, values = state
-                arrays = unpack(on_device(values, model.config, layout) if made_there else values, layout)
+                values, *given = state
+                arrays = unpack(on_device(values, given, model.config, layout) if made_there else values, layout)
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
             caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
             _read(published, step, caches[:first])
-            h, pre = state if tokens is None else model.start(tokens)
+            h, pre = model.start(arrays.get("tokens", given[0])) if part == 0 else state
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)
             out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
             own = arrays if part == 0 and part + 1 < len(parts) else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -136,8 +137,8 @@ class Step:
     def reach(self, ratio: int) -> Reach:
         return self.shape.reach[ratio - 1]
 
-    def layout(self) -> Layout:
-        """Where every value that a short step may ask for stands in `packed`."""
+    def layout(self, with_tokens: bool = False) -> Layout:
+        """Where every value that a short step may ask for stands in `packed`; for `on_device`, also tokens [1, L]."""
         ratios = sorted({r for r in self.config.compress_ratios if r})
         turns = sorted({0, *([1] if ratios else []), *[r for r in ratios if self.entries(r)]})
         pairs = self.config.qk_rope_head_dim // 2
@@ -146,6 +147,7 @@ class Step:
         for r in turns:
             count = self.entries(r) if r > 1 else self.length
             shapes |= {f"cos {r}": (count, pairs), f"sin {r}": (count, pairs)}
+        shapes |= {"tokens": (1, self.length)} if with_tokens else {}
         layout, end = [], 0
         for name, shape in shapes.items():
             layout.append((name, end, shape))
@@ -235,10 +237,11 @@ def unpack(words: mx.array, layout: Layout) -> dict[str, mx.array]:
     }
 
 
-def on_device(start: mx.array, config: ModelConfig, layout: Layout) -> mx.array:
-    """`Step.packed` of a step that starts at start, int32 [1], made on the device; where `step_values.launches()`."""
+def on_device(start: mx.array, pairs: Sequence[mx.array], config: ModelConfig, layout: Layout) -> mx.array:
+    """`Step.packed` of a step that starts at start, int32 [1], made on the device; where `step_values.launches()`.
+    `pairs`: the tokens, two an array, where the layout has them."""
     width = config.sliding_window
-    return step_values(start, *_recipe(config, layout), width=width, slots=width + REWIND)
+    return step_values(start, pairs, *_recipe(config, layout), width=width, slots=width + REWIND)
 
 
 @functools.lru_cache(maxsize=64)
@@ -256,6 +259,8 @@ def _recipe(config: ModelConfig, layout: Layout) -> tuple[mx.array, mx.array, mx
             part[:] = np.stack(np.broadcast_arrays(Kind.VISIBLE, index[0], int(ratio), 0), axis=-1)
         elif what == "window":
             part[:] = np.stack(np.broadcast_arrays(Kind.SLOT, index[1], index[2], 0), axis=-1)
+        elif what == "tokens":
+            part[:] = np.stack(np.broadcast_arrays(Kind.TOKEN, index[1], 0, 0), axis=-1)
         elif what in ("cos", "sin"):
             kind = Kind.SIN if what == "sin" else Kind.COS
             part[:] = np.stack(np.broadcast_arrays(kind, *index, int(ratio)), axis=-1)

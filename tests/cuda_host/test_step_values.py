@@ -36,7 +36,7 @@ def test_a_steps_values(cuda, size, start, length):
     step = Step(config, start, length)
     layout = step.layout()
     here = unpack(step.packed(layout), layout)
-    there = unpack(on_device(mx.array([start], dtype=mx.int32), config, layout), layout)
+    there = unpack(on_device(mx.array([start], dtype=mx.int32), [], config, layout), layout)
     assert here.keys() == there.keys() and here["window"].shape == (1, length, config.sliding_window)
     for name, want in here.items():
         assert there[name].dtype == want.dtype and there[name].shape == want.shape
@@ -44,6 +44,11 @@ def test_a_steps_values(cuda, size, start, length):
             assert mx.array_equal(there[name], want)
         else:
             assert mx.abs(there[name] - want).max() <= 2.0**-24
+    tokens = np.arange(70, 70 + length)
+    pairs = [mx.array(tokens[i : i + 2], dtype=mx.int32) for i in range(0, length, 2)]
+    layout = step.layout(with_tokens=True)
+    sent = unpack(on_device(mx.array([start], dtype=mx.int32), pairs, config, layout), layout)["tokens"]
+    assert sent.tolist() == [tokens.tolist()]
     assert mx.array_equal(here["window"], step.window_list()) and mx.array_equal(here["at"], step.at())
     for ratio in {r for r in config.compress_ratios if r}:
         assert mx.array_equal(here[f"visible {ratio}"], step.visible(ratio))

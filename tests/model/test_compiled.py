@@ -12,8 +12,9 @@ import pytest
 
 from mlx_ds4.custom_kernels import _switches, expert_matmul
 from mlx_ds4.custom_kernels._switches import families
+from mlx_ds4.custom_kernels.step_values import step_values_ref
 from mlx_ds4.generation import generate_step
-from mlx_ds4.model import compiled
+from mlx_ds4.model import compiled, step
 from mlx_ds4.model.compiled import CompiledSteps
 from mlx_ds4.model.model import Model
 from mlx_ds4.random_model import cut_config, random_model
@@ -42,9 +43,13 @@ def traced(nano_wide, monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("made_there", [False, True])
 @pytest.mark.parametrize("sizes", [[20, 1], [12, 6, 1, 5], [8]])
-def test_graphs_give_the_bits_of_eager_steps(traced, sequence, sizes, monkeypatch):
+def test_graphs_give_the_bits_of_eager_steps(traced, sequence, sizes, made_there, monkeypatch):
+    """Also where the device makes what follows from the position, and is sent tokens in pairs."""
     model, _ = traced
+    monkeypatch.setattr(compiled, "launches", lambda: made_there)
+    monkeypatch.setattr(step, "step_values", step_values_ref)
     logits, cache = run(model, sequence[:24], sizes)
     monkeypatch.setattr(model, "compiled", False)
     want, eager = run(model, sequence[:24], sizes)
