@@ -88,6 +88,7 @@ def step_values(
     asks for none; spec int32 [n, 4]; frequencies float32 [P] of plain layers and of compressed ones -> int32 [n], in
     which float32 values lie as their bits. Only where `launches()`."""
     count = spec.shape[0]
+    assert all(pair.dtype == mx.int32 and pair.size <= 2 for pair in pairs)
     return _kernel(
         inputs=[start, *pairs, *[start] * (4 - len(pairs)), spec, plain, compressed],
         template=[("WIDTH", width), ("SLOTS", slots)],

@@ -66,7 +66,9 @@ class CompiledSteps:
                 mapped, records = model.fetch(model.checked_ids(tokens) if ids is None else ids, cache)
             ends = part + 1 == len(parts)
             key = (part, shape, ends and last_only, made_there, sent)
-            graph = self._graph(key, lambda part=part: self._part(parts, part, shape, layout, last_only, made_there))
+            graph = self._graph(
+                key, lambda part=part: self._part(parts, part, shape, layout, last_only, made_there, sent)
+            )
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
             state, unpacked, published, made, some = graph(state, arrays, inputs, own, published)
@@ -88,6 +90,7 @@ class CompiledSteps:
         layout: Layout,
         last_only: bool,
         made_there: bool,
+        sent: bool,
     ) -> Callable:
         """A run of layers; the first part begins with the embedding and unpacks the step's arrays for all, or makes
         them there; the last one ends with the head."""
@@ -103,12 +106,14 @@ class CompiledSteps:
         ):
             if part == 0:
                 values, *given = state
-                arrays = unpack(on_device(values, given, model.config, layout) if made_there else values, layout)
+                if made_there:
+                    values = on_device(values, given if sent else [], model.config, layout)
+                arrays = unpack(values, layout)
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
             caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
             _read(published, step, caches[:first])
-            h, pre = model.start(arrays.get("tokens", given[0])) if part == 0 else state
+            h, pre = model.start(arrays["tokens"] if sent else given[0]) if part == 0 else state
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)
             out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
             own = arrays if part == 0 and part + 1 < len(parts) else {}
