@@ -133,7 +133,7 @@ def step_values_ref(
 
 
 def cases() -> list[Case]:
-    def case(start: int, rows: int, large: bool = False) -> Case:
+    def case(start: int, rows: int) -> Case:
         spec = [(Kind.ZERO, 0, 0, 0), (Kind.START, 0, 0, 0)]
         spec += [(Kind.VISIBLE, row, ratio, 0) for ratio in (1, 2, 7) for row in range(rows)]
         spec += [(Kind.TOKEN, row, 0, 0) for row in range(rows)]
@@ -150,7 +150,6 @@ def cases() -> list[Case]:
             return [*integers, mx.array(plain), mx.array(compressed), *pairs]
 
         def run(op, start: mx.array, spec: mx.array, plain: mx.array, compressed: mx.array, *pairs: mx.array):
-            op = op if launches() else step_values_ref
             words = op(start, pairs, spec, plain, compressed, width=9, slots=17)
             return [words[:integers].astype(mx.float32), words[integers:].view(mx.float32)]
 
@@ -161,7 +160,7 @@ def cases() -> list[Case]:
             inputs,
             tolerance=1.2e-7,
             bytes=20 * len(spec),
-            large=large,
+            large=True,  # CUDA's alone: there is no text to emulate
         )
 
     return [case(0, 1), case(5, 6), case(70_001, 3), case(1_048_570, 6)]
