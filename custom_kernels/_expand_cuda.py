@@ -74,7 +74,8 @@ _STORE = """{
 # Behind the products: parts are those of the experts' blocks. y is what SUM_SOURCE calls pairs, and sums are as there.
 _FINISH = """
     // Blocks count their arrivals at a part of the channels, and the last one adds up and expands that part: a thread V
-    // channels. No block waits for another. A block of the shared matrix may lie across two parts.
+    // channels. No block waits for another. A block of the shared matrix may lie across two parts, but no more: it has no
+    // more tiles than a part.
     constexpr int ADDED = SLOTS + (SHARED == 2);
     const int span = S * rounds;  // tiles of a part
     int first_part = (part - apart) % each, last_part = first_part;
@@ -171,7 +172,7 @@ def experts(a: mx.array, down, chosen: mx.array, shared, h: mx.array, mix: mx.ar
         inputs, template, threads = _quant_cuda.down_pairs(a, *down, chosen, shared)
         return _launch(_sum_pairs, inputs, template, ceil_div(threads, 256), 256, h, mix)
     inputs, template, blocks, pairs = _quant_cuda.down_call(a, *down, chosen, shared)
-    template = [*template, ("V", 4 if C % 4 == 0 else 1)]
+    template = [*template, ("V", 4 if C % 4 == 0 else 1)]  # whose 8 bytes lie at a multiple of 8
     return _launch(_experts, [*inputs, counts], template, blocks, 32 * _quant_cuda.DOWN_WARPS, h, mix, pairs)
 
 

@@ -57,7 +57,7 @@ def plan_of(inputs: list) -> tuple[int, list[list[int]]]:
     a, (_, planes), chosen, *_ = inputs
     _, template, blocks, _ = _quant_cuda.down_call(a, *inputs[1], *inputs[2:4])
     group = max(dict(template)["HELD_ROWS"], 1)
-    groups = sum(-(-n // group) for n in np.bincount(np.array(chosen).reshape(-1)))
+    groups = sum(-(-n // group) for n in np.bincount(np.array(chosen).reshape(-1)).tolist())
     tiles, S = -(-planes["codes"].shape[1] // 16), _quant_cuda.DOWN_WARPS
     span = S * -(-tiles // (S * max(blocks // (groups + 1), 1)))
     apart = min(max(blocks - -(-tiles // span) * groups, 1), tiles)
@@ -95,9 +95,10 @@ def test_what_is_added(on_cpu, C, mode):
         check(arrays(rows, C, 256, ("Q2_K", "Q8_0"), mode))
 
 
-@pytest.mark.parametrize(
-    ("C", "sms", "rows", "span", "crossing"), [(656, 9, 4, 4, 3), (1296, 9, 8, 8, 3), (1000, 3, 1, 16, 1)]
-)
+CROSSING = [(656, 9, 4, 8, 3), (656, 7, 8, 8, 5), (1296, 9, 8, 12, 4), (336, 6, 4, 4, 5)]
+
+
+@pytest.mark.parametrize(("C", "sms", "rows", "span", "crossing"), CROSSING)
 def test_shared_blocks_across_two_parts(on_cpu, monkeypatch, C, sms, rows, span, crossing):
     """A block may draw the last ticket of both."""
     monkeypatch.setattr(_quant_cuda, "SMS", sms)
@@ -105,6 +106,31 @@ def test_shared_blocks_across_two_parts(on_cpu, monkeypatch, C, sms, rows, span,
     tiles_of_a_part, parts = plan_of(inputs)
     assert (tiles_of_a_part, sum(len(across) == 2 for across in parts)) == (span, crossing)
     check(inputs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("int arrivals = groups;", "int arrivals = groups + 1;", "leaves its input tickets"),
+        ("- sharer_of(p * span) + 1;", "- sharer_of(p * span);", "leaves its input tickets"),
+        ("if (is_last[threadIdx.x]) *ticket = 0;", "", "leaves its input tickets"),
+        ("last_part = ((part + 1) * tiles / apart - 1) / span;", "", "leaves its input tickets"),
+        ("is_last[p - first_part]", "is_last[0]", "wrong result"),
+    ],
+)
+def test_a_lost_arrival_is_noticed(on_cpu, monkeypatch, old, new, found):
+    monkeypatch.setattr(_quant_cuda, "SMS", CROSSING[1][1])
+    inputs = arrays(CROSSING[1][2], CROSSING[1][0], 256, ("Q2_K", "Q8_0"), 2)
+    want = run(lambda: _expand_cuda.experts(*inputs))
+    source = _expand_cuda._experts.cuda_source
+    assert source.count(old) == 1, "the kernel changed: write the mutation anew"
+    monkeypatch.setitem(_expand_cuda._experts.__dict__, "cuda_source", source.replace(old, new))
+    try:
+        right = all(mx.array_equal(got, want) for got in both_orders(inputs))
+    except ValueError as error:
+        assert found in str(error)
+    else:
+        assert (found, right) == ("wrong result", False)
 
 
 def test_arrivals_of_any_plan():
