@@ -3,8 +3,8 @@
     python -m benchmarks.launches [--rows N] [--reference]
 
 Counts the kernels that a GPU would launch (`custom_kernels/_count.py`) for each kind of layer of a tiny model,
-which has every kind, and multiplies by how often the kind stands in the release. These are Metal's launches: on CUDA
-the experts' last product takes one more in each layer. `--reference` counts plain MLX operations.
+which has every kind, and multiplies by how often the kind stands in the release. These are Metal's launches; CUDA
+takes fewer. `--reference` counts plain MLX operations.
 """
 
 from __future__ import annotations

@@ -133,13 +133,9 @@ _gate_up_few = {
     )
     for wide in (False, True)
 }
-_down_few = _kernel(
-    "expert_down_few_mma",
-    ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]],
-    DOWN_FEW_SOURCE,
-    "expert_matmul",
-    cuda_bounds=(32 * DOWN_WARPS, _DOWN_BLOCKS),
-)
+DOWN_INPUTS = ["x", *_ONE, "chosen", "shared", *[f"shared_{plane}" for plane in _ONE]]
+DOWN_BOUNDS = (32 * DOWN_WARPS, _DOWN_BLOCKS)
+_down_few = _kernel("expert_down_few_mma", DOWN_INPUTS, DOWN_FEW_SOURCE, "expert_matmul", cuda_bounds=DOWN_BOUNDS)
 _sum_pairs = _kernel(
     "expert_sum_pairs",
     ["pairs", "shared"],
@@ -241,9 +237,24 @@ def down_few(a, format, planes, chosen, shared) -> mx.array:
 
 def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]], int]:
     """Launches the products of `down_few`; inputs, template and threads of the launch of SUM_SOURCE that adds them."""
+    inputs, template, blocks, shape = down_call(a, format, planes, chosen, shared)
+    (pairs,) = _down_few(
+        inputs=inputs,
+        template=template,
+        grid=(blocks * 32 * DOWN_WARPS, 1, 1),
+        threadgroup=(32 * DOWN_WARPS, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[mx.bfloat16],
+    )
+    values, kinds = shared if isinstance(shared, mx.array) else pairs, dict(template)
+    return [pairs, values], [(name, kinds[name]) for name in ("SLOTS", "SHARED")], a.shape[0] * shape[1]
+
+
+def down_call(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]], int, tuple[int, int]]:
+    """Inputs, template and blocks of a launch of DOWN_FEW_SOURCE, and the shape of y."""
     values, other, mode = a, (format, planes), 0
     if isinstance(shared, mx.array):
-        mode = 1
+        values, mode = shared, 1
     elif shared is not None:
         (values, other), mode = shared, 2
     C, (rows, slots) = planes["codes"].shape[1], chosen.shape
@@ -255,15 +266,8 @@ def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[
     template["HELD_ROWS"] = min(held // (2 * a.shape[-1] + 64), 8)  # 8 columns of a tile
     blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_BLOCKS * SMS)
     blocks = max(blocks, chosen.size + 1)  # each has one part of one matrix
-    pairs = _down_few(
-        inputs=[a, *planes_of(planes), chosen, values, *planes_of(other[1])],
-        template=list(template.items()),
-        grid=(blocks * 32 * DOWN_WARPS, 1, 1),
-        threadgroup=(32 * DOWN_WARPS, 1, 1),
-        output_shapes=[(chosen.size + rows * (mode == 2), C)],
-        output_dtypes=[mx.bfloat16],
-    )[0]
-    return [pairs, shared if mode == 1 else pairs], [("SLOTS", slots), ("SHARED", mode)], rows * C
+    inputs = [a, *planes_of(planes), chosen, values, *planes_of(other[1])]
+    return inputs, list(template.items()), blocks, (chosen.size + rows * (mode == 2), C)
 
 
 def planes_of(planes: dict[str, mx.array]) -> list[mx.array]:

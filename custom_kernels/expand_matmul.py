@@ -25,7 +25,7 @@ from . import _expand_cuda, _quant_cuda
 from ._case import Case
 from ._expert_sources import DOWN_SUMS, FEW_HEADER, PAIRS
 from ._hyper_sources import EXPAND_HEADER
-from ._kernel import Kernel
+from ._kernel import Kernel, tickets
 from ._octet import (
     FORMAT_IDS,
     OCTET_HEADER,
@@ -145,9 +145,14 @@ def experts_expand(
     mix: mx.array,
     *,
     plan: Plan | None = None,
+    counts: mx.array | None = None,
 ) -> mx.array:
     """expand(y, h, mix) with y = `expert_down(a, down, chosen, shared, plan=plan)` in the shape of the streams.
-    Errors as there."""
+    Errors as there.
+
+    `counts`: int32 zeros, `_kernel.tickets()`, that no launch uses which may run at the same time; zeros again behind
+    this one; without them CUDA takes two launches.
+    """
     for weight, width in ((down, a.shape[-1]), (shared[1], shared[0].shape[-1])):
         check_planes("experts_expand", *weight, width)
     N, K, F = a.shape
@@ -156,7 +161,7 @@ def experts_expand(
         y = expert_down(a, down, chosen, shared, plan=plan).reshape(*h.shape[:-2], C)
         return expand(y, h, mix)
     if backend() == "cuda":
-        return _expand_cuda.experts(a, down, chosen, shared, h, mix)
+        return _expand_cuda.experts(a, down, chosen, shared, h, mix, counts)
     words, wide = x_input(a)
     shared_words, shared_wide = x_input(shared[0])
     R = rows_per_simdgroup(C, 2)
@@ -241,7 +246,8 @@ def cases() -> list[Case]:
 
         def run(op: Callable, a: mx.array, s: mx.array, choice: mx.array, *arrays: mx.array) -> mx.array:
             down, shared = weights_of(formats, arrays[2:])
-            return op(a, down, choice, (s, shared), *arrays[:2])
+            counts = {"counts": tickets()} if op is experts_expand else {}
+            return op(a, down, choice, (s, shared), *arrays[:2], **counts)
 
         return Case(
             f"expand_matmul/{'_'.join(f.lower() for f in formats)}_{rows}x{chosen}_of_{E}_{F}_to_{M}x{C}",
@@ -259,6 +265,8 @@ def cases() -> list[Case]:
         projection(8, 1, 33, 64, "BF16"),
         experts(1, 6, 7, 4, 40, 64, "Q8_0", "Q8_0"),
         experts(5, 3, 8, 2, 67, 256, "Q2_K", "F16"),
+        experts(3, 2, 5, 4, 168, 256, "Q2_K", "Q8_0"),
+        experts(8, 3, 5, 2, 67, 256, "MXFP4", "Q4_K"),
         *[projection(rows, 4, 5120, 8192, "Q8_0", large=True) for rows in (1, 6)],
         *[experts(rows, 6, 384, 4, 5120, 2304, "Q2_K", "Q8_0", large=True) for rows in (1, 6)],
     ]

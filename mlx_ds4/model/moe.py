@@ -117,4 +117,4 @@ class MoE(nn.Module):
             y = expert_down(*last, plan=plan).reshape(x.shape)
             step.note("ffn.y", y)
             return expand(y, h, mix), pre, mix
-        return experts_expand(*last, h, mix, plan=plan), pre, mix
+        return experts_expand(*last, h, mix, plan=plan, counts=step.tickets()), pre, mix
