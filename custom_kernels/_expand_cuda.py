@@ -74,8 +74,8 @@ _STORE = """{
 # Behind the products: parts are those of the experts' blocks. y is what SUM_SOURCE calls pairs, and sums are as there.
 _FINISH = """
     // Blocks count their arrivals at a part of the channels, and the last one adds up and expands that part: a thread V
-    // channels. No block waits for another. A block of the shared matrix may lie across two parts, but no more: it has no
-    // more tiles than a part.
+    // channels. No block waits for another. A block of the shared matrix may lie across two parts, but no more: it has
+    // no more tiles than a part.
     constexpr int ADDED = SLOTS + (SHARED == 2);
     const int span = S * rounds;  // tiles of a part
     int first_part = (part - apart) % each, last_part = first_part;

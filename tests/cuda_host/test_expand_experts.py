@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import mlx.core as mx
@@ -62,7 +63,7 @@ def plan_of(inputs: list) -> tuple[int, list[list[int]]]:
     span = S * -(-tiles // (S * max(blocks // (groups + 1), 1)))
     apart = min(max(blocks - -(-tiles // span) * groups, 1), tiles)
     ends = [i * tiles // apart for i in range(apart + 1)]
-    return span, [list(range(b // span, (e - 1) // span + 1)) for b, e in zip(ends, ends[1:], strict=False)]
+    return span, [list(range(b // span, (e - 1) // span + 1)) for b, e in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize(
