@@ -48,7 +48,7 @@ def test_products_with_slices():
         assert {what for _, what in starts} == {"right"}
 
 
-@pytest.mark.parametrize("name", ["launch_cost", "kernel_start", "host_arrays"])
+@pytest.mark.parametrize("name", ["launch_cost", "kernel_start", "host_arrays", "managed_memory"])
 def test_kernels_need_cuda(name):
     done = run(f"{name}.py")
     if mx.cuda.is_available():
