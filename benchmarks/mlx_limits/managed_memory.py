@@ -14,16 +14,8 @@ if not mx.cuda.is_available():
 TABLE, ROWS = mx.random.normal((1000, 5120)), [3, 14, 159, 26, 535, 897]
 there, zeros = mx.array(ROWS) + 0, mx.zeros(256, dtype=mx.int32)
 mx.eval(TABLE, there, zeros)
-count = mx.fast.cuda_kernel(
-    name="managed_memory_count",
-    input_names=["counter"],
-    output_names=["last"],
-    source="if (threadIdx.x == 0) last[blockIdx.x] = atomicAdd(const_cast<int*>(counter) + blockIdx.x % 16, 1);",
-)
-
-
-def gather(*parts):
-    return [TABLE[part] for part in parts]
+SOURCE = "if (threadIdx.x == 0) last[blockIdx.x] = atomicAdd(const_cast<int*>(counter) + blockIdx.x % 16, 1);"
+count = mx.fast.cuda_kernel(name="arrive", input_names=["counter"], output_names=["last"], source=SOURCE)
 
 
 def arrive(counter):
@@ -44,11 +36,12 @@ def us(fn, make):
     return sorted(times[5:])[100]
 
 
+gather = lambda *parts: [TABLE[part] for part in parts]  # noqa: E731
+PAIRS = [ROWS[i : i + 2] for i in (0, 2, 4)]
 idle = us(lambda x: x + 1, lambda: [TABLE[:1]])
-print(
-    f"gather_us device {us(gather, lambda: [there]) - idle:.1f} host {us(gather, lambda: [mx.array(ROWS)]) - idle:.1f}"
-)
-print(f"pairs_us {us(gather, lambda: [mx.array(ROWS[i : i + 2]) for i in (0, 2, 4)]) - idle:.1f}")
-print(
-    f"arrive_us device {us(arrive, lambda: [zeros]) - idle:.1f} host {us(arrive, lambda: [mx.array([0] * 256)]) - idle:.1f}"
-)
+for name, fn, make in (
+    ("gather, device", gather, lambda: [there]), ("gather, host", gather, lambda: [mx.array(ROWS)]),
+    ("gather, pairs", gather, lambda: [mx.array(pair) for pair in PAIRS]),
+    ("arrive, device", arrive, lambda: [zeros]), ("arrive, host", arrive, lambda: [mx.array([0] * 256)]),
+):  # fmt: skip
+    print(f"{name}_us {us(fn, make) - idle:.1f}")
