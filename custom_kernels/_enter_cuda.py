@@ -18,75 +18,67 @@ from ._finish_cuda import COEFFICIENTS, arrive, metal_functions
 from ._hyper_sources import COEFFICIENTS_HEADER
 from ._kernel import Kernel, float_bits
 from ._octet import ceil_div
+from ._quant_cuda import RING
 from .fake_quant import FAKE_QUANT_HEADER, KINDS
 from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums
 from .rms_norm import simdgroups_for
 
-_MOST_PER_LANE = 64  # values of a row of the low-rank query
 _HEADER = (
     _quant_group_cuda.HEADER
     + metal_functions(FAKE_QUANT_HEADER + COEFFICIENTS_HEADER)
     + """
 namespace ds4 {
 
-// A value that another block has written.
-__device__ __forceinline__ float fresh(const bf16* p) {
-  return __int_as_float((u32)*(const volatile unsigned short*)p << 16);
-}
-
-// A warp: every `shares`th run of 32 values of a row of D, normed, turned in its last 2 P and rounded. Runs are what
-// simdgroups have in the launch of its own. They are read again, for unrolled the text is too long for the cache.
+// A warp: every `shares`th run of 32 values of a row of D in shared memory, normed, turned in its last 2 P and rounded.
+// Runs are what simdgroups have in the launch of its own. One after the other: unrolled, the text is too long for the
+// cache of instructions, which is cold.
 template <int D, int P, int KIND, int BLOCK, typename G>
 __device__ __forceinline__ void enter(
     const bf16* x, const G* weight, const float* cosine, const float* sine, float eps, int share, int shares,
     bf16* to) {
   const int lane = threadIdx.x & 31;
-  float squares[D / 32], sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) squares[i] = fresh(x + 32 * i + lane);
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) squares[i] = ds4_metal::simd_sum(squares[i] * squares[i]);
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) sum += squares[i];
+  float sum = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < D / 32; i++) {
+    const float v = __bfloat162float(x[32 * i + lane]);
+    sum += ds4_metal::simd_sum(v * v);
+  }
   const float scale = rsqrtf(sum / (float)D + eps);
 #pragma unroll 1
   for (int i = share; i < D / 32; i += shares) {
     const int t = 32 * i + lane, turned = max(t + 2 * P, D) - D;
-    float value = round_bf16((float)weight[t] * (fresh(x + t) * scale));
-    const float other = __shfl_xor_sync(~0u, value, 1), c = cosine[turned / 2], s = sine[turned / 2];
+    const float c = cosine[turned / 2], s = sine[turned / 2];
+    float value = round_bf16((float)weight[t] * (__bfloat162float(x[t]) * scale));
+    const float other = __shfl_xor_sync(~0u, value, 1);
     if (t + 2 * P >= D) value = round_bf16((t & 1) == 0 ? value * c - other * s : other * s + value * c);
     const u32 bits = ds4_metal::fq_round<KIND, BLOCK>((u32)__float_as_int(value) >> 16);
     ((unsigned short*)to)[t] = (unsigned short)bits;
   }
 }
 
-// A warp: one row of C values, normed. A launch of its own has SG simdgroups for it, whose sums are added up last.
+// A warp: one row of C values in shared memory, normed. A launch of its own has SG simdgroups for it, whose sums are
+// added up last.
 template <int C, int SG, typename G>
 __device__ __forceinline__ void norm_query(const bf16* x, const G* weight, float eps, bf16* to) {
   constexpr int VALUES = (C + 32 * SG - 1) / (32 * SG);
   const int lane = threadIdx.x & 31;
-  float v[SG][VALUES], mine = 0.f;
-#pragma unroll
-  for (int s = 0; s < SG; s++)
-#pragma unroll
-    for (int i = 0; i < VALUES; i++) v[s][i] = fresh(x + min(32 * (s + SG * i) + lane, C - 1));
-#pragma unroll
+  float mine = 0.f;
+#pragma unroll 2
   for (int s = 0; s < SG; s++) {
     float square = 0.f;
 #pragma unroll
-    for (int i = 0; i < VALUES; i++)
-      if (32 * (s + SG * i) + lane < C) square += v[s][i] * v[s][i];
+    for (int i = 0; i < VALUES; i++) {
+      const int channel = 32 * (s + SG * i) + lane;
+      const float v = __bfloat162float(x[min(channel, C - 1)]);
+      if (channel < C) square += v * v;
+    }
     square = ds4_metal::simd_sum(square);
     mine = lane == s ? square : mine;
   }
   const float scale = rsqrtf(ds4_metal::simd_sum(mine) / (float)C + eps);
-#pragma unroll
-  for (int s = 0; s < SG; s++)
-#pragma unroll
-    for (int i = 0; i < VALUES; i++) {
-      const int channel = 32 * (s + SG * i) + lane;
-      if (channel < C) to[channel] = bf16((float)weight[channel] * (v[s][i] * scale));
-    }
+#pragma unroll 8
+  for (int channel = lane; channel < C; channel += 32)
+    to[channel] = bf16((float)weight[channel] * (__bfloat162float(x[channel]) * scale));
 }
 
 }  // namespace ds4
@@ -123,15 +115,24 @@ _FINISH = (
     + """
       const float eps = __int_as_float(EPS_BITS);
       const int first = (at[0] % size + size) % size;
-      const int shares = max(min(W / (2 * M), 4), 1);  // warps of an entry
+      // What other blocks have written, once into shared memory, where the sums were: 16 bytes a thread, or a value.
+      bf16* const held = (bf16*)rings;  // [M][C], then [M][D]
+      for (int i = threadIdx.x; i < M * (C + D) / WORD; i += 32 * W) {
+        const int e = i * WORD;
+        const bf16* const from = e < M * C ? (const bf16*)y0 + e : (const bf16*)y1 + (e - M * C);
+        if (WORD == 8) read16_fresh_if(true, *(uint4*)(held + e), from);
+        else *(volatile unsigned short*)(held + e) = *(const volatile unsigned short*)from;
+      }
+      __syncthreads();
+      const int shares = max((W - M) / M, 1);  // warps of an entry
       for (int task = threadIdx.x >> 5; task < M * (shares + 1); task += W) {
         const int row = task < M ? task : (task - M) / shares;
         if (task < M) {
-          ds4::norm_query<C, SG>(y0 + (size_t)row * C, q_weight, eps, (bf16*)qr + (size_t)row * C);
+          ds4::norm_query<C, SG>(held + row * C, q_weight, eps, (bf16*)qr + (size_t)row * C);
         } else {
           const int at_turn = row % length * P, slot = (first + row % length) % size;
           ds4::enter<D, P, KIND, BLOCK>(
-              y1 + (size_t)row * D, weight, cosine + at_turn, sine + at_turn, eps, (task - M) % shares, shares,
+              held + M * C + row * D, weight, cosine + at_turn, sine + at_turn, eps, (task - M) % shares, shares,
               (bf16*)ring + (size_t)(row / length * size + slot) * D);
         }
       }
@@ -164,7 +165,8 @@ def takes(x: mx.array, weights: Sequence[_quant_group_cuda.Weight], dtypes: Sequ
     if not 2 <= len(weights) <= 5 or not sums.takes_kernel or sums.rows != x.shape[0] * x.shape[1]:
         return False
     (C, D), two = (planes["codes"].shape[0] for _, planes in weights[:2]), dtypes[:2]
-    fits = C <= 32 * _MOST_PER_LANE and D % 32 == 0 and D <= 1024 and two == [mx.bfloat16] * 2
+    fits = D % 32 == 0 and D <= 1024 and two == [mx.bfloat16] * 2
+    fits = fits and 2 * sums.rows * (C + D) <= RING * _quant_group_cuda.warps_of(weights, x.shape[-1])
     return fits and all(_quant_group_cuda.takes(x, format) for format, _ in weights)
 
 
@@ -179,6 +181,7 @@ def products_and_entry(
     call["template"] += [
         *[("C", C), ("SG", simdgroups_for(C)), ("D", D), ("P", cos.shape[-1]), ("KIND", number), ("BLOCK", block)],
         *[("EPS_BITS", float_bits(eps)), ("ENTRY_BLOCKS", sum(each[:2]))],
+        ("WORD", 8 if C % 8 == 0 else 1),
     ]
     call["output_shapes"] += [call["output_shapes"][0], into.shape]
     call["output_dtypes"] += [mx.bfloat16] * 2

@@ -63,12 +63,10 @@ def arrive(blocks: str) -> str:
       // MLX has no array that a launch changes. This one is zeros before the launch and after it.
       int* const arrived = const_cast<int*>(tickets);
       __shared__ bool is_last;
-      __threadfence();
       __syncthreads();
-      if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1) == {blocks} - 1;
+      if (threadIdx.x == 0) is_last = draw_ticket(arrived) == {blocks} - 1;
       __syncthreads();
       if (!is_last) return;
-      __threadfence();
       if (threadIdx.x == 0) *arrived = 0;
 """
 

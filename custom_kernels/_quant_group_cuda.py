@@ -200,7 +200,7 @@ def group_call(
     M = prod(leading)
     rows = [planes["codes"].shape[0] for _, planes in weights]
     splits = [_split(format, N, K) for (format, _), N in zip(weights, rows, strict=True)]
-    warps = max(_FEWEST_WARPS, *splits)
+    warps = warps_of(weights, K)
     template = [(f"F{i}", FORMAT_IDS[format]) for i, (format, _) in enumerate(weights)]
     template += [(f"S{i}", split) for i, split in enumerate(splits)]
     template += [("W", warps), ("MOST", _most(M)), ("GRID", any(format == "IQ2_XXS" for format, _ in weights))]
@@ -212,6 +212,11 @@ def group_call(
         "output_dtypes": list(dtypes),
     }
     return call, sum(each), each, warps
+
+
+def warps_of(weights: Sequence[Weight], width: int) -> int:
+    """The warps of a block: as many as share 16 rows of any of these matrices."""
+    return max(_FEWEST_WARPS, *(_split(format, planes["codes"].shape[0], width) for format, planes in weights))
 
 
 def _split(format: str, rows: int, width: int) -> int:

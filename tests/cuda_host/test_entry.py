@@ -80,7 +80,7 @@ def test_where_two_launches_stay(monkeypatch):
     sums = SiteSums(dots, base, scale, **SUMS)
     bfloat16, float32 = [mx.bfloat16] * 2, [mx.float32] * 2
     monkeypatch.setattr(entry_matmul, "backend", lambda: "cuda")
-    wide = ("Q8_0", {name: mx.repeat(plane, 40, axis=0) for name, plane in weights[0][1].items()})
+    wide = ("Q8_0", {name: mx.repeat(plane, 140, axis=0) for name, plane in weights[0][1].items()})
 
     def launches(x=x, weights=weights, dtypes=bfloat16, cos=cos, sums=sums, into=into, at=at) -> bool:
         return entry_matmul._launches(x, weights, dtypes, cos, sums, into, at)
