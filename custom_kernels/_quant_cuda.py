@@ -29,9 +29,10 @@ _UNITS = {"Q8_0": 128, "MXFP4": 128, "FP8": 128, "Q4_K": 256, "Q2_K": 256, "IQ2_
 SMS = 132
 _DENSE_FEW_BLOCKS = SMS  # at a time
 _DENSE_FEW_WARPS = 24  # of a block, at most
-# Measured: where each warp has tiles of its own, or some blocks have a quarter more tiles than others, blocks that live
-# for one tile are faster.
+# Measured: where each warp has tiles of its own, or some blocks have a quarter more tiles than others, and for MXFP4
+# and IQ2_XXS, blocks that live for one tile are faster.
 _DENSE_FEW_SPLIT, _DENSE_FEW_UNEVEN = 2, 1.1
+_DENSE_FEW_FORMATS = ("Q8_0", "Q4_K", "Q2_K", "FP8")
 DOWN_WARPS = 4  # of a block
 _DOWN_BLOCKS = 6  # at a time on a multiprocessor
 _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
@@ -185,7 +186,8 @@ def _few_plan(
     tiles, warps = ceil_div(N // groups, 16), split(ceil_div(N, 16), K // 128)
     blocks = min(max(_DENSE_FEW_BLOCKS // groups, 1), tiles)
     each = ceil_div(tiles, blocks)
-    if M > 8 or warps < _DENSE_FEW_SPLIT or each * blocks > _DENSE_FEW_UNEVEN * tiles or not _dense_few.has_room:
+    uneven = each * blocks > _DENSE_FEW_UNEVEN * tiles
+    if M > 8 or format not in _DENSE_FEW_FORMATS or warps < _DENSE_FEW_SPLIT or uneven or not _dense_few.has_room:
         return None
     rounds = ceil_div(each, _DENSE_FEW_WARPS // warps)
     for teams in range(ceil_div(each, rounds), 0, -1):

@@ -114,6 +114,7 @@ def test_few_rows_in_shared_memory(on_cpu, monkeypatch, small_blocks, format, bl
     monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_BLOCKS", blocks * groups)
     monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_SPLIT", 1)
     monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_UNEVEN", 9)
+    monkeypatch.setattr(_quant_cuda, "_DENSE_FEW_FORMATS", FORMATS)
     planes = random_planes(np.random.default_rng(16), format, groups * outputs, width)
     x = rows_of(8, groups * width)
     dense = functools.partial(_quant_cuda.dense, format=format, planes=planes, groups=groups, out_dtype=mx.float32)
@@ -134,7 +135,7 @@ def test_where_few_rows_are_in_shared_memory(monkeypatch):
             held = M * (2 * K + _dense_few_cuda.PADDING)
             assert template["STEPS"] >= 2
             assert template["S"] * template["TEAMS"] * warp + held <= _quant_cuda._dense_few.shared_memory
-    assert _quant_cuda._few_plan(9, "Q8_0", *real) is None
+    assert _quant_cuda._few_plan(9, "Q8_0", *real) is None and _quant_cuda._few_plan(1, "MXFP4", *real) is None
     assert _quant_cuda._few_plan(1, "Q8_0", *heads) is None and _quant_cuda._few_plan(1, "Q8_0", *uneven) is None
     assert _quant_cuda._few_plan(8, "Q8_0", 132 * 16, 16384, 1) is None
     assert _quant_cuda._few_plan(4, "Q8_0", 132 * 16, 16384, 1)
