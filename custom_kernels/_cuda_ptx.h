@@ -138,9 +138,6 @@ __device__ __forceinline__ void wait_for_copies_but() {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// 128 bytes on their way to the second-level cache.
-__device__ __forceinline__ void ask_for(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // One more at a counter in global memory; returns how many there were. What the threads of a block wrote in front of a
 // barrier before this, the block that counts last sees behind a barrier after it, in reads past L1.
 __device__ __forceinline__ int draw_ticket(int* counter) {

@@ -294,7 +294,6 @@ static void finish_copies(int below) {
 template <int GROUPS>
 static void wait_for_copies_but() { finish_copies(groups[threadIdx.x] - GROUPS); }
 static void wait_for_copies() { finish_copies(groups[threadIdx.x] + 1); }
-static void ask_for(const void*) {}
 static int draw_ticket(int* counter) { return (*counter)++; }
 static void read4_fresh_if(bool condition, float& v, const void* p) {
   if (condition) v = *(const float*)p;
