@@ -12,22 +12,27 @@ import numpy as np
 import pytest
 
 from mlx_ds4.custom_kernels import (
+    _dense_few_cuda,
+    _enter_cuda,
     _expand_cuda,
     _expert_tile_cuda,
     _hyper_cuda,
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
+    _shared_routed_cuda,
     _tiles_cuda,
     hyper_connection,
     sparse_attention,
+    step_values,
 )
 from mlx_ds4.custom_kernels._case import all_cases
-from mlx_ds4.custom_kernels._kernel import Kernel, Launch, all_kernels, watch_launches
+from mlx_ds4.custom_kernels._kernel import TICKETS, Kernel, Launch, all_kernels, watch_launches
 from mlx_ds4.custom_kernels._portable import prelude, translate_body, translate_header
 from mlx_ds4.custom_kernels._random_planes import random_planes
 from mlx_ds4.custom_kernels._rows import SplitRows
 from mlx_ds4.custom_kernels._switches import trace
+from mlx_ds4.custom_kernels.hyper_connection import SUMS, SiteSums
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc here: install the CUDA toolkit to compile the text")
@@ -225,14 +230,24 @@ def bodies_for_cuda_alone() -> None:
             _quant_group_cuda.together(x, group[:count], dtypes[:count])
         h, mix = mx.zeros((3, 4, 64), dtype=mx.bfloat16), mx.zeros((3, 20))
         _expand_cuda.project(x, (format, planes), h, mix)
+        counts, bias = mx.zeros(TICKETS, dtype=mx.int32), mx.zeros(64)
+        sums = SiteSums(mx.zeros((1, 3, 32, 25)), mx.zeros(24), mx.zeros(3), **SUMS)
         for router in group[:2]:
-            _quant_group_cuda.shared_swiglu(x, group[0], group[0], x, router, 10.0)
+            half = (x, group[0], group[0], x, router)
+            _quant_group_cuda.shared_swiglu(*half, 10.0)
+            _shared_routed_cuda.shared_swiglu_routed(*half, bias, sums, counts, k=2, factor=1.5, limit=10.0)
+        table, ring = mx.zeros((3, 8)), mx.zeros((1, 9, 64), dtype=mx.bfloat16)
+        entry = (mx.ones(64), table, table, "fp8", mx.ones(64), 1e-6, sums, ring, mx.zeros(1, dtype=mx.int32), counts)
+        for count in range(2, 6):
+            some, kinds = [group[0], group[4], *group[1:4]][:count], [mx.bfloat16] * 2 + [mx.float32] * (count - 2)
+            _enter_cuda.products_and_entry(x[None], some, kinds, *entry)
         if format != "FP8":
             up, down = random_planes(rng, format, 3, 256, 1024), random_planes(rng, format, 3, 1024, 256)
             a = mx.zeros((3, 2, 256), dtype=mx.bfloat16)
             wide = mx.zeros((3, 4, 1024), dtype=mx.bfloat16)
             last = (x, (format, random_planes(rng, format, 1024, 1024)))
-            _expand_cuda.experts(a, (format, down), chosen, last, wide, mix)
+            for given in (None, counts):
+                _expand_cuda.experts(a, (format, down), chosen, last, wide, mix, given)
             _quant_cuda.gate_up_few(x, format, up, up, chosen, weights, 10.0)
             _expert_tile_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, *plan)
             for shared in (None, x, last):
@@ -247,6 +262,7 @@ def attention_of_few_rows() -> None:
         lists, turn = mx.zeros((1, 2, 70), dtype=mx.int32), (mx.zeros((2, 9)), mx.zeros((2, 9)))
         parts = SplitRows(rows, rows, mx.zeros(1, dtype=mx.int32))
         attend = functools.partial(sparse_attention.sparse_attention, q, sinks=mx.zeros(6), scale=0.1)
+        attend = functools.partial(attend, tickets=mx.zeros(TICKETS, dtype=mx.int32))
         attend([(rows, lists)])
         attend([(rows, lists), (parts, lists)], turn=turn, turn_queries=True)
 
@@ -265,17 +281,25 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
         attention_of_few_rows()
+        step_values.step_values(mx.zeros(1, dtype=mx.int32), [], mx.zeros((9, 4), dtype=mx.int32), *[mx.ones(8)] * 2,
+            width=3, slots=5)  # fmt: skip
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
     heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
-    heads += ("#include <cuda_bf16.h>\n", _tiles_cuda.HEADER)
+    heads += ("#include <cuda_bf16.h>\n", _tiles_cuda.HEADER, own + _dense_few_cuda.HEADER, None)
     texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
     texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER, _tiles_cuda.HEADER.removeprefix(_tiles_cuda.PTX)]
+    texts.append(_dense_few_cuda.HEADER)
+    # Both have Metal's names and the functions of the coefficients, each in a namespace of its own here.
+    finishing = [module._HEADER.removeprefix(_quant_group_cuda.HEADER) for module in (_shared_routed_cuda, _enter_cuda)]
+    texts += [header.replace("ds4_metal", f"ds4_metal{i}") for i, header in enumerate(finishing)]
     for i, launch in enumerate(kinds.values()):
         kernel = launch.kernel
-        assert kernel.cuda_header in heads
         text = function(kernel, launch, f"k{i}", kernel.cuda_text()[1])
+        if kernel.cuda_header not in heads:
+            head = finishing.index(kernel.cuda_header.removeprefix(_quant_group_cuda.HEADER))
+            text = text.replace("ds4_metal", f"ds4_metal{head}")
         if kernel.cuda_bounds:
             assert text.count("__global__ ") == 1
             text = text.replace("__global__ ", "__global__ __launch_bounds__({}, {}) ".format(*kernel.cuda_bounds))
