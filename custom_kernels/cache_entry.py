@@ -191,14 +191,9 @@ def _write(
     return kernel(**call, grid=(groups * threads, 1, 1), threadgroup=(threads, 1, 1))
 
 
-def ring_takes(shape: tuple[int, ...], into: mx.array, at: mx.array | None) -> bool:
-    """Whether entries of this shape, [B, L, D], can be written into this ring from slot `at` on."""
-    fits = len(shape) == into.ndim == 3 and (shape[0], shape[2]) == (into.shape[0], into.shape[2])
-    return fits and shape[1] <= into.shape[1] and at is not None and at.shape == (1,) and at.dtype == mx.int32
-
-
 def _check_ring(x: mx.array, into: mx.array, at: mx.array | None) -> None:
-    if not ring_takes(x.shape, into, at):
+    fits = x.ndim == into.ndim == 3 and (x.shape[0], x.shape[2]) == (into.shape[0], into.shape[2])
+    if not fits or x.shape[1] > into.shape[1] or at is None or at.shape != (1,) or at.dtype != mx.int32:
         raise ValueError(
             f"cache_entry got x {x.shape}, into {into.shape} and at {None if at is None else (at.dtype, at.shape)},"
             " expected [B, L, D], [B, R, D] with L <= R, and int32 [1]; pass the ring of this layer and a short step."

@@ -25,7 +25,7 @@ from ._kernel import tickets
 from ._octet import check_planes, kernel_takes
 from ._random_planes import random_planes, weights_of
 from ._switches import backend, enabled
-from .cache_entry import norm_and_entry, norm_and_entry_ref, ring_takes
+from .cache_entry import norm_and_entry, norm_and_entry_ref
 from .hyper_connection import SUMS, SiteSums, random_sums
 from .quant_matmul import MOST_ROWS, quant_matmul_group, quant_matmul_group_ref
 from .rope import rope_table
@@ -78,7 +78,8 @@ def _launches(x, weights, dtypes, cos, sums: SiteSums, into: mx.array, at: mx.ar
     if not all(kernel_takes(*weight) for weight in weights):
         return False
     D = weights[1][1]["codes"].shape[0]
-    fits = into.dtype == mx.bfloat16 and ring_takes((*x.shape[:2], D), into, at)
+    fits = into.dtype == mx.bfloat16 and into.ndim == 3 and (into.shape[0], into.shape[2]) == (x.shape[0], D)
+    fits = fits and x.shape[1] <= into.shape[1] and at.shape == (1,) and at.dtype == mx.int32
     fits = fits and cos.shape[0] == x.shape[1] and 0 < 2 * cos.shape[1] <= D
     return fits and _enter_cuda.takes(x, weights, dtypes, sums)
 

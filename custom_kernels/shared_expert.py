@@ -110,12 +110,12 @@ def shared_swiglu_routed(
     `counts`: int32 zeros, `_kernel.tickets()`, that no launch uses which may run at the same time; zeros again behind
     this one; without them there are two launches. Raises ValueError as they do.
     """
-    for weight in (gate, up, router):
-        check_planes("shared_swiglu", *weight, x.shape[-1])
     routed = (
         backend() == "cuda" and counts is not None and enabled("router") and _launches(x, gate, up, router_x, router)
     )
     if routed and _shared_routed_cuda.takes(x.shape[0], router[1]["codes"].shape[0], k, sums):
+        for weight in (gate, up, router):
+            check_planes("shared_swiglu", *weight, x.shape[-1])
         options = {"k": k, "factor": factor, "limit": limit}
         return tuple(
             _shared_routed_cuda.shared_swiglu_routed(x, gate, up, router_x, router, bias, sums, counts, **options)

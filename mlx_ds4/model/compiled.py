@@ -111,7 +111,7 @@ class CompiledSteps:
                 arrays = unpack(values, layout)
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
-            caches[first:end] = [twin.twin(held) for twin, held in zip(twins[first:end], inputs, strict=True)]
+            caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
             _read(published, step, caches[:first])
             h, pre = model.start(arrays["tokens"] if sent else given[0]) if part == 0 else state
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)

@@ -156,7 +156,8 @@ class Step:
 
     def packed(self, layout: Layout) -> mx.array:
         """All these values, int32 [n]: made on the host."""
-        words = np.zeros(_size(layout), dtype=np.int32)
+        name, begin, shape = layout[-1]
+        words = np.zeros(begin + prod(shape), dtype=np.int32)
         for name, begin, shape in layout:
             words[begin : begin + prod(shape)] = self._value(name).reshape(-1).view(np.int32)
         return mx.array(words)
@@ -227,12 +228,6 @@ class Step:
         return np.where(seen <= self.positions[:, None], rows, -1)
 
 
-def _size(layout: Layout) -> int:
-    """Words of a layout."""
-    _, begin, shape = layout[-1]
-    return begin + prod(shape)
-
-
 def unpack(words: mx.array, layout: Layout) -> dict[str, mx.array]:
     """The arrays of a layout by name."""
     numbers = words.view(mx.float32)
@@ -252,7 +247,8 @@ def on_device(start: mx.array, pairs: Sequence[mx.array], config: ModelConfig, l
 @functools.lru_cache(maxsize=64)
 def _recipe(config: ModelConfig, layout: Layout) -> tuple[mx.array, mx.array, mx.array]:
     """What `step_values` makes the words of a layout from: the spec, and the frequencies of both kinds of layers."""
-    spec = np.zeros((_size(layout), 4), dtype=np.int32)
+    name, begin, shape = layout[-1]
+    spec = np.zeros((begin + prod(shape), 4), dtype=np.int32)
     for name, begin, shape in layout:
         what, _, ratio = name.partition(" ")
         part = spec[begin : begin + prod(shape)]
