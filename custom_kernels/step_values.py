@@ -1,9 +1,9 @@
 """What follows from the position where a step starts: bounds, window slots, rotary tables, and zeros to count in; and
-the tokens of a few rows that the host knows.
+numbers of the host that many launches read: where a cache's recent rows begin, and the tokens of a few rows.
 
 CUDA alone launches this. There MLX keeps arrays of the host in managed memory, whose pages a launch fetches when it
 first reads them, 50 to 250 us a step, and counting in such a page takes 0.1 us each time. Up to eight bytes are read
-where they lie, so the device makes all that follows from the position, and tokens travel in pairs.
+where they lie, over the bus by every block, so numbers travel in pairs to this one launch.
 
 A word of the result for each row of `spec`: (kind, a, b, c) as `Kind` says. Integers are exact; cosines and sines are
 those of numpy's float64 functions, rounded to float32, or their neighbours where two libraries differ in the last place
@@ -28,23 +28,31 @@ _THREADS = 256
 
 
 class Kind(IntEnum):
-    """What a word is; s is the start."""
+    """What a word is; s is the start, the first number."""
 
     ZERO = 0
-    START = 1  # s
+    NUMBER = 1  # the a-th number
     VISIBLE = 2  # (s + a + 1) // b
     SLOT = 3  # of row a, column b: p = max(s + a - WIDTH + 1, 0) + b as p % SLOTS, or -1 beyond s + a
     COS = 4  # of the a-th position, frequency b; c: 0, plain; 1, compressed; beyond, multiples of c from s // c on
     SIN = 5
-    TOKEN = 6  # the a-th token
+
+
+# Numbers of a launch: the start, where the recent rows of either compression ratio begin and end, and 8 tokens.
+_PAIRS = 7
 
 
 _SOURCE = """
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= spec_shape[0]) return;
-    const int kind = spec[4 * i], a = spec[4 * i + 1], b = spec[4 * i + 2], c = spec[4 * i + 3], s = start[0];
+    const int kind = spec[4 * i], a = spec[4 * i + 1], b = spec[4 * i + 2], c = spec[4 * i + 3], s = pair0[0];
     int word = 0;
-    if (kind == 1) word = s;
+    if (kind == 1) {
+      const int pair = a / 2;
+      const int* const low = pair < 2 ? (pair < 1 ? pair0 : pair1) : (pair < 3 ? pair2 : pair3);
+      const int* const high = pair < 6 ? (pair < 5 ? pair4 : pair5) : pair6;
+      word = (pair < 4 ? low : high)[a % 2];
+    }
     if (kind == 2) word = (s + a + 1) / b;
     if (kind == 3) {
       const int p = max(s + a - WIDTH + 1, 0) + b;
@@ -55,12 +63,11 @@ _SOURCE = """
       const double phase = (float)position * (c > 0 ? compressed : plain)[b];  // a float32 product
       word = __float_as_int((float)(kind == 4 ? cos(phase) : sin(phase)));
     }
-    if (kind == 6) word = (a < 4 ? (a < 2 ? pair0 : pair1) : (a < 6 ? pair2 : pair3))[a % 2];
     words[i] = word;
 """
 _kernel = Kernel(
     "step_values",
-    ["start", "pair0", "pair1", "pair2", "pair3", "spec", "plain", "compressed"],
+    [*[f"pair{i}" for i in range(_PAIRS)], "spec", "plain", "compressed"],
     ["words"],
     None,
     cuda_source=_SOURCE,
@@ -74,8 +81,12 @@ def launches() -> bool:
     return backend() == "cuda" and enabled("step_values")
 
 
+def in_pairs(numbers: Sequence[int]) -> list[mx.array]:
+    """The numbers as int32 arrays of two, the last perhaps of one: what `step_values` takes."""
+    return [mx.array(numbers[i : i + 2], dtype=mx.int32) for i in range(0, len(numbers), 2)]
+
+
 def step_values(
-    start: mx.array,
     pairs: Sequence[mx.array],
     spec: mx.array,
     plain: mx.array,
@@ -84,13 +95,13 @@ def step_values(
     width: int,
     slots: int,
 ) -> mx.array:
-    """start int32 [1] >= 0; up to four pairs of tokens int32 [2], of which the last may be one, or none where the spec
-    asks for none; spec int32 [n, 4]; frequencies float32 [P] of plain layers and of compressed ones -> int32 [n], in
-    which float32 values lie as their bits. Only where `launches()`."""
+    """pairs: up to 14 numbers `in_pairs`, of which the first is the start, 0 or more; spec int32 [n, 4]; frequencies
+    float32 [P] of plain layers and of compressed ones -> int32 [n], in which float32 values lie as their bits. Only
+    where `launches()`."""
     count = spec.shape[0]
     assert all(pair.dtype == mx.int32 and pair.size <= 2 for pair in pairs)
     return _kernel(
-        inputs=[start, *pairs, *[start] * (4 - len(pairs)), spec, plain, compressed],
+        inputs=[*pairs, *[pairs[0]] * (_PAIRS - len(pairs)), spec, plain, compressed],
         template=[("WIDTH", width), ("SLOTS", slots)],
         grid=(-(-count // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -100,7 +111,6 @@ def step_values(
 
 
 def step_values_ref(
-    start: mx.array,
     pairs: Sequence[mx.array],
     spec: mx.array,
     plain: mx.array,
@@ -109,15 +119,13 @@ def step_values_ref(
     width: int,
     slots: int,
 ) -> mx.array:
-    s, rows = start.item(), np.array(spec).tolist()
-    tokens = [token for pair in pairs for token in pair.tolist()]
+    numbers, rows = [number for pair in pairs for number in pair.tolist()], np.array(spec).tolist()
+    s = numbers[0]
     frequencies = [np.array(plain), np.array(compressed)]
 
     def word(kind: int, a: int, b: int, c: int) -> int:
-        if kind == Kind.START:
-            return s
-        if kind == Kind.TOKEN:
-            return tokens[a]
+        if kind == Kind.NUMBER:
+            return numbers[a]
         if kind == Kind.VISIBLE:
             return (s + a + 1) // b
         if kind == Kind.SLOT:
@@ -134,9 +142,8 @@ def step_values_ref(
 
 def cases() -> list[Case]:
     def case(start: int, rows: int) -> Case:
-        spec = [(Kind.ZERO, 0, 0, 0), (Kind.START, 0, 0, 0)]
+        spec = [(Kind.ZERO, 0, 0, 0), *((Kind.NUMBER, number, 0, 0) for number in range(1 + rows))]
         spec += [(Kind.VISIBLE, row, ratio, 0) for ratio in (1, 2, 7) for row in range(rows)]
-        spec += [(Kind.TOKEN, row, 0, 0) for row in range(rows)]
         spec += [(Kind.SLOT, row, column, 0) for row in range(rows) for column in range(9)]
         integers = len(spec)
         turns = [(kind, ratio) for kind in (Kind.COS, Kind.SIN) for ratio in (0, 1, 2)]
@@ -144,13 +151,12 @@ def cases() -> list[Case]:
 
         def inputs(rng: np.random.Generator) -> list[mx.array]:
             plain, compressed = (1 / base ** (np.arange(16, dtype=np.float32) / 16) for base in (1e4, 1.6e5))
-            tokens = rng.integers(0, 1 << 24, rows).astype(np.int32)
-            pairs = [mx.array(tokens[i : i + 2]) for i in range(0, rows, 2)]
-            integers = (mx.array(values, dtype=mx.int32) for values in ([start], spec))
-            return [*integers, mx.array(plain), mx.array(compressed), *pairs]
+            numbers = [start, *rng.integers(0, 1 << 24, rows).tolist()]
+            spec_rows = mx.array(spec, dtype=mx.int32)
+            return [spec_rows, mx.array(plain), mx.array(compressed), *in_pairs(numbers)]
 
-        def run(op, start: mx.array, spec: mx.array, plain: mx.array, compressed: mx.array, *pairs: mx.array):
-            words = op(start, pairs, spec, plain, compressed, width=9, slots=17)
+        def run(op, spec: mx.array, plain: mx.array, compressed: mx.array, *pairs: mx.array):
+            words = op(pairs, spec, plain, compressed, width=9, slots=17)
             return [words[:integers].astype(mx.float32), words[integers:].view(mx.float32)]
 
         return Case(
@@ -163,4 +169,4 @@ def cases() -> list[Case]:
             large=True,  # CUDA's alone: there is no text to emulate
         )
 
-    return [case(0, 1), case(5, 6), case(70_001, 3), case(1_048_570, 6)]
+    return [case(0, 1), case(5, 6), case(70_001, 3), case(1_048_570, 13)]

@@ -10,7 +10,7 @@ takes back the last steps exactly: as if they had never been run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -38,13 +38,29 @@ class GrowingRows:
         self.old: mx.array | None = None
         self.recent: mx.array | None = None
         self.base = self.length = 0
-        # `base`, and the slot of the next row in `recent`, as kernels read them: int32 [1] each.
-        self.marks: tuple[mx.array, mx.array] | None = None
+        self._marks: tuple[mx.array, mx.array] | None = None
         self._width = width
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """`base`, and the slot of the next row in `recent`."""
+        return self.base, self.length - self.base
+
+    @property
+    def marks(self) -> tuple[mx.array, mx.array]:
+        """`places` at the last `begin` or `append` as kernels read them, int32 [1] each: made at the first use behind
+        it, which is before a `put`."""
+        if self._marks is None:
+            self._marks = tuple(mx.array([place], dtype=mx.int32) for place in self.places)
+        return self._marks
 
     @property
     def split(self) -> SplitRows:
         return SplitRows(self.old, self.recent, self.marks[0])
+
+    def bind(self, marks: tuple[mx.array, mx.array]) -> None:
+        """Sets the `marks`, which a traced step has as its own arrays."""
+        self._marks = marks
 
     def begin(self, batch: int, room: int) -> None:
         """Before a step: makes the arrays, and room in `recent` for so many rows, at most `REWIND`."""
@@ -53,7 +69,7 @@ class GrowingRows:
             self.recent = mx.zeros((batch, RECENT, self._width), dtype=mx.bfloat16)
         if self.length - self.base + room > RECENT:
             self._move(self.recent[:, : self.length - self.base], self.length)
-        self._mark()
+        self._marks = None
 
     def put(self, recent: mx.array, count: int) -> None:
         """After a short step: `recent` with `count` rows more."""
@@ -68,7 +84,7 @@ class GrowingRows:
             self.begin(rows.shape[0], 0)
         live = mx.concatenate([self.recent[:, : self.length - self.base], rows], axis=1)
         self._move(live, self.length + rows.shape[1])
-        self._mark()
+        self._marks = None
 
     def _move(self, live: mx.array, length: int) -> None:
         """Makes `live` the rows from `base` to `length`; all but the last become old ones if `recent` would be full."""
@@ -83,9 +99,6 @@ class GrowingRows:
         kept = live[:, moved:]
         self.recent = mx.pad(kept, [(0, 0), (0, RECENT - kept.shape[1]), (0, 0)])
         self.length = length
-
-    def _mark(self) -> None:
-        self.marks = (mx.array([self.base], dtype=mx.int32), mx.array([self.length - self.base], dtype=mx.int32))
 
     @property
     def rows(self) -> mx.array:
@@ -147,22 +160,22 @@ class LayerCache:
 
     @property
     def inputs(self) -> list[mx.array]:
-        """What a short step reads, in the order that `twin` takes."""
+        """What a short step reads, in the order that `twin` takes; `GrowingRows.marks` come with the step."""
         arrays = [self.window]
         if self.compressed is not None:
             arrays += [self.compressed.old, self.compressed.recent, self.index_keys.old, self.index_keys.recent]
-            arrays += self.compressed.marks
         return arrays if self.pending is None else [*arrays, self.pending]
 
-    def twin(self, inputs: list[mx.array]) -> LayerCache:
-        """A cache of these arrays, for a step that is traced."""
+    def twin(self, inputs: list[mx.array], marks: Callable[[int], tuple[mx.array, mx.array]]) -> LayerCache:
+        """A cache of these arrays, for a step that is traced; `marks` of the compressed rows of a ratio."""
         other = copy.copy(self)
         other.window = inputs[0]
-        other.pending = inputs[7] if len(inputs) > 7 else None
+        other.pending = inputs[5] if len(inputs) > 5 else None
         if self.compressed is not None:
             other.compressed, other.index_keys = copy.copy(self.compressed), copy.copy(self.index_keys)
             other.compressed.old, other.compressed.recent, other.index_keys.old, other.index_keys.recent = inputs[1:5]
-            other.compressed.marks = other.index_keys.marks = tuple(inputs[5:7])
+            other.compressed.bind(marks(self._ratio))
+            other.index_keys.bind(marks(self._ratio))
         return other
 
     @property
@@ -290,6 +303,15 @@ class Cache:
         """Before a step of `count` positions: what it needs, as `LayerCache.begin`."""
         for layer in self.layers:
             layer.begin(batch, self.offset, count)
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """`GrowingRows.places` by compression ratio: all owners of a ratio take the same steps, so theirs agree."""
+        found: dict[int, tuple[int, int]] = {}
+        for number, layer in enumerate(self.layers):
+            for rows in (layer.compressed, layer.index_keys):
+                if rows is not None and found.setdefault(self.config.ratio(number), rows.places) != rows.places:
+                    raise RuntimeError(f"layer {number} holds other rows than its cache: make it by steps of the model")
+        return found
 
     def advance(self, count: int, ids: np.ndarray | None, decoder_rows: int | None = None) -> None:
         """Ends a step of `count` positions whose mapped n-gram ids are `ids` [B, count]; decoder layers ran over the

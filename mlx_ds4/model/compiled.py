@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
-from mlx_ds4.custom_kernels.step_values import launches
+from mlx_ds4.custom_kernels.step_values import in_pairs, launches
 
 from .step import Layout, Step, StepShape, on_device, unpack
 
@@ -55,11 +55,13 @@ class CompiledSteps:
         # Tokens of several rows are the host's, which on CUDA sends them as pairs.
         sent = made_there and not sampled and tokens.shape[0] == 1 and tokens.shape[1] > 2
         ids = model.checked_ids(tokens) if sent or not (hashed or sampled) else None
-        step = Step(model.config, cache.offset, tokens.shape[1])
+        step = Step(model.config, cache.offset, tokens.shape[1], places=cache.places())
         shape, layout = step.shape, step.layout(sent)
-        values = mx.array([step.start], dtype=mx.int32) if made_there else step.packed(layout)
-        pairs = [mx.array(ids[0, i : i + 2], dtype=mx.int32) for i in range(0, shape.length, 2)] if sent else []
-        state, arrays, published, outputs, taps = [values, *(pairs if sent else [tokens])], {}, {}, [], []
+        if made_there:
+            values = in_pairs(step.numbers + (ids[0].tolist() if sent else []))
+        else:
+            values = [step.packed(layout)]
+        state, arrays, published, outputs, taps = [tokens, *values], {}, {}, [], []
         mapped, records = None, {}
         for part, (first, end) in enumerate(parts := _parts(model)):
             if part == 1 and hashed:
@@ -105,15 +107,16 @@ class CompiledSteps:
             published: dict[str, Any],
         ):
             if part == 0:
-                values, *given = state
-                if made_there:
-                    values = on_device(values, given if sent else [], model.config, layout)
-                arrays = unpack(values, layout)
+                tokens, *values = state
+                words = on_device(values, model.config, layout) if made_there else values[0]
+                arrays = unpack(words, layout)
             step = Step.traced(model.config, shape, arrays)
             caches = list(twins)
-            caches[first:end] = [twin.twin(given) for twin, given in zip(twins[first:end], inputs, strict=True)]
+            caches[first:end] = [
+                twin.twin(given, step.marks) for twin, given in zip(twins[first:end], inputs, strict=True)
+            ]
             _read(published, step, caches[:first])
-            h, pre = model.start(arrays["tokens"] if sent else given[0]) if part == 0 else state
+            h, pre = model.start(arrays.get("tokens", tokens)) if part == 0 else state
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)
             out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
             own = arrays if part == 0 and part + 1 < len(parts) else {}
@@ -160,7 +163,7 @@ def _read(published: dict[str, Any], step: Step, before: list[LayerCache]) -> No
     step.selection, step.candidates = published.get("selection"), published.get("candidates")
     if "source" in published:
         owner = max(layer for layer in range(len(before)) if step.config.owns_kv(layer))
-        step.source = before[owner].twin(published["source"])
+        step.source = before[owner].twin(published["source"], step.marks)
 
 
 def _containers(value: Any) -> Iterator[Collection]:

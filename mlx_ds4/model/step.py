@@ -21,6 +21,8 @@ Rotation = tuple[mx.array, mx.array]
 # Of packed values: name, where it begins, its shape.
 Layout = tuple[tuple[str, int, tuple[int, ...]], ...]
 _ALIGNED = 4  # words: kernels may read 16 bytes at a time
+Places = dict[int, tuple[int, int]]  # `GrowingRows.places` by compression ratio
+_MARKS = ("base", "slot")  # their names in a layout
 
 
 class Reach(IntEnum):
@@ -69,7 +71,7 @@ class Step:
     (`candidates`) and the owner of the compressed rows (`source`). With a `trace` dict every module notes
     its intermediate arrays under `L<layer>.<name>`. What follows from the positions is computed on the host when first
     asked for; a compiled graph takes all of it as one array (`packed`, `unpack`), or makes it (`on_device`). Windows
-    begin at position `seen_from` at the earliest.
+    begin at position `seen_from` at the earliest. `places` are the cache's, for what is packed.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class Step:
         length: int,
         trace: dict[str, mx.array] | None = None,
         seen_from: int = 0,
+        places: Places | None = None,
     ):
         self._set(config, StepShape.of(config, start, length), {}, trace)
         self.start = start
         self.positions = np.arange(start, start + length)
         self._seen_from = seen_from
+        self._places = places
         self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @classmethod
@@ -139,11 +143,12 @@ class Step:
 
     def layout(self, with_tokens: bool = False) -> Layout:
         """Where every value that a short step may ask for stands in `packed`; for `on_device`, also tokens [1, L]."""
-        ratios = sorted({r for r in self.config.compress_ratios if r})
+        ratios = _ratios(self.config)
         turns = sorted({0, *([1] if ratios else []), *[r for r in ratios if self.entries(r)]})
         pairs = self.config.qk_rope_head_dim // 2
         shapes = {"at": (1,), "tickets": (TICKETS,), "window": (1, self.length, self.config.sliding_window)}
         shapes |= {f"visible {r}": (self.length,) for r in ratios}
+        shapes |= {f"{name} {r}": (1,) for r in ratios for name in _MARKS}
         for r in turns:
             count = self.entries(r) if r > 1 else self.length
             shapes |= {f"cos {r}": (count, pairs), f"sin {r}": (count, pairs)}
@@ -153,6 +158,11 @@ class Step:
             layout.append((name, end, shape))
             end += -(-prod(shape) // _ALIGNED) * _ALIGNED
         return tuple(layout)
+
+    @property
+    def numbers(self) -> list[int]:
+        """What the host alone knows: the start, and the places of each ratio's rows."""
+        return [self.start, *(place for r in _ratios(self.config) for place in self._places[r])]
 
     def packed(self, layout: Layout) -> mx.array:
         """All these values, int32 [n]: made on the host."""
@@ -171,6 +181,10 @@ class Step:
         if "tickets" not in self._arrays:
             self._arrays["tickets"] = tickets()
         return self._arrays["tickets"]
+
+    def marks(self, ratio: int) -> tuple[mx.array, mx.array]:
+        """`GrowingRows.marks` of a ratio, from the `places`."""
+        return tuple(self._array(f"{name} {ratio}") for name in _MARKS)
 
     def rotation(self, ratio: int) -> Rotation:
         """cos and sin of this step's positions for a layer of the given compression ratio."""
@@ -209,6 +223,8 @@ class Step:
             return np.zeros(TICKETS, dtype=np.int32)
         if what == "visible":
             return ((self.positions + 1) // int(ratio)).astype(np.int32)
+        if what in _MARKS:
+            return np.array([self._places[int(ratio)][_MARKS.index(what)]], dtype=np.int32)
         if what == "window":
             return self._window_list()[None].astype(np.int32)
         return self._table(int(ratio))[what == "sin"]
@@ -237,16 +253,17 @@ def unpack(words: mx.array, layout: Layout) -> dict[str, mx.array]:
     }
 
 
-def on_device(start: mx.array, pairs: Sequence[mx.array], config: ModelConfig, layout: Layout) -> mx.array:
-    """`Step.packed` of a step that starts at start, int32 [1], made on the device; where `step_values.launches()`.
-    `pairs`: the tokens, two an array, where the layout has them."""
+def on_device(pairs: Sequence[mx.array], config: ModelConfig, layout: Layout) -> mx.array:
+    """`Step.packed` of a step, made on the device; where `step_values.launches()`. `pairs`: `Step.numbers` and, where
+    the layout has them, the tokens behind them, `in_pairs`."""
     width = config.sliding_window
-    return step_values(start, pairs, *_recipe(config, layout), width=width, slots=width + REWIND)
+    return step_values(pairs, *_recipe(config, layout), width=width, slots=width + REWIND)
 
 
 @functools.lru_cache(maxsize=64)
 def _recipe(config: ModelConfig, layout: Layout) -> tuple[mx.array, mx.array, mx.array]:
     """What `step_values` makes the words of a layout from: the spec, and the frequencies of both kinds of layers."""
+    ratios = _ratios(config)
     name, begin, shape = layout[-1]
     spec = np.zeros((begin + prod(shape), 4), dtype=np.int32)
     for name, begin, shape in layout:
@@ -254,17 +271,24 @@ def _recipe(config: ModelConfig, layout: Layout) -> tuple[mx.array, mx.array, mx
         part = spec[begin : begin + prod(shape)]
         index = np.indices(shape).reshape(len(shape), -1)
         if what == "at":
-            part[:, 0] = Kind.START
+            part[:, 0] = Kind.NUMBER
+        elif what in _MARKS:
+            part[:, 0], part[:, 1] = Kind.NUMBER, 1 + 2 * ratios.index(int(ratio)) + _MARKS.index(what)
         elif what == "visible":
             part[:] = np.stack(np.broadcast_arrays(Kind.VISIBLE, index[0], int(ratio), 0), axis=-1)
         elif what == "window":
             part[:] = np.stack(np.broadcast_arrays(Kind.SLOT, index[1], index[2], 0), axis=-1)
         elif what == "tokens":
-            part[:] = np.stack(np.broadcast_arrays(Kind.TOKEN, index[1], 0, 0), axis=-1)
+            part[:] = np.stack(np.broadcast_arrays(Kind.NUMBER, 1 + 2 * len(ratios) + index[1], 0, 0), axis=-1)
         elif what in ("cos", "sin"):
             kind = Kind.SIN if what == "sin" else Kind.COS
             part[:] = np.stack(np.broadcast_arrays(kind, *index, int(ratio)), axis=-1)
     return mx.array(spec), *(mx.array(layer_frequencies(config, compressed)) for compressed in (False, True))
+
+
+def _ratios(config: ModelConfig) -> list[int]:
+    """The compression ratios of a model."""
+    return sorted({r for r in config.compress_ratios if r})
 
 
 def _is_real(name: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_ds4.custom_kernels import step_values
 from mlx_ds4.custom_kernels._case import compare, outputs
+from mlx_ds4.custom_kernels.step_values import in_pairs
 from mlx_ds4.model.step import Step, on_device, unpack
 from mlx_ds4.random_model import cut_config
 from tests.cuda_host import COMPILER
@@ -33,10 +34,11 @@ def test_cases(case, cuda):
 def test_a_steps_values(cuda, size, start, length):
     """Word by word; cosines and sines may be neighbours."""
     config = cut_config(size=size)
-    step = Step(config, start, length)
+    places = {1: (start // 256 * 256, start % 256), 2: (start // 512 * 128, start // 2 - start // 512 * 128)}
+    step = Step(config, start, length, places=places)
     layout = step.layout()
     here = unpack(step.packed(layout), layout)
-    there = unpack(on_device(mx.array([start], dtype=mx.int32), [], config, layout), layout)
+    there = unpack(on_device(in_pairs(step.numbers), config, layout), layout)
     assert here.keys() == there.keys() and here["window"].shape == (1, length, config.sliding_window)
     for name, want in here.items():
         assert there[name].dtype == want.dtype and there[name].shape == want.shape
@@ -45,10 +47,11 @@ def test_a_steps_values(cuda, size, start, length):
         else:
             assert mx.abs(there[name] - want).max() <= 2.0**-24
     tokens = np.arange(70, 70 + length)
-    pairs = [mx.array(tokens[i : i + 2], dtype=mx.int32) for i in range(0, length, 2)]
     layout = step.layout(with_tokens=True)
-    sent = unpack(on_device(mx.array([start], dtype=mx.int32), pairs, config, layout), layout)["tokens"]
+    sent = unpack(on_device(in_pairs(step.numbers + tokens.tolist()), config, layout), layout)["tokens"]
     assert sent.tolist() == [tokens.tolist()]
+    for ratio, both in places.items():
+        assert [here[f"{name} {ratio}"].item() for name in ("base", "slot")] == list(both)
     assert mx.array_equal(here["window"], step.window_list()) and mx.array_equal(here["at"], step.at())
     for ratio in {r for r in config.compress_ratios if r}:
         assert mx.array_equal(here[f"visible {ratio}"], step.visible(ratio))

@@ -281,8 +281,8 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
         attention_of_few_rows()
-        step_values.step_values(mx.zeros(1, dtype=mx.int32), [], mx.zeros((9, 4), dtype=mx.int32), *[mx.ones(8)] * 2,
-            width=3, slots=5)  # fmt: skip
+        numbers = step_values.in_pairs([0, 0])
+        step_values.step_values(numbers, mx.zeros((9, 4), dtype=mx.int32), *[mx.ones(8)] * 2, width=3, slots=5)
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
     own, few = _quant_cuda.HEADER, _quant_cuda.FEW_HEADER
     tile, expert_tile = _quant_tile_cuda.HEADER, _expert_tile_cuda.HEADER
