@@ -34,23 +34,23 @@ FIRST, LAYERS = 2, 8
 class CompiledSteps:
     """The compiled graphs of one model, made when first needed.
 
-    A graph holds the weights that it was traced with, as constants. So every call compares the modules, arrays and
-    settings of the model with those seen when tracing, and starts anew if one has been replaced.
+    A graph holds the weights that it was traced with, as constants. So before each graph the modules, arrays and
+    settings that it was traced with are compared with those there now, and it is made anew if one has been replaced:
+    part by part, because the device is at work from the first one on.
     """
 
     def __init__(self, model: Model):
         self._model = model
         self._graphs: dict[tuple, Callable] = {}
-        # What the module tree held when the graphs were traced, and live views of the places that held it.
-        self._views: list[Collection] = []
-        self._seen: list[Any] = []
+        # For each part live views of what the module tree holds there, and what it held when the graphs were traced.
+        self._held: dict[int, tuple[list[Collection], list[Any]]] = {}
 
     def __call__(
         self, tokens: mx.array, cache: Cache, last_only: bool, sampled: bool
     ) -> tuple[mx.array, list[mx.array]]:
         """As `Model.forward`, for a step of at most 8 rows behind `cache.begin`."""
         model = self._model
-        self._start_anew_if_changed()
+        self._forget_if_changed(0)
         hashed, made_there = bool(model.config.engram_layer_ids), launches()
         # Tokens of several rows are the host's, which on CUDA sends them as pairs.
         sent = made_there and not sampled and tokens.shape[0] == 1 and tokens.shape[1] > 2
@@ -64,16 +64,18 @@ class CompiledSteps:
         state, arrays, published, outputs, taps = [tokens, *values], {}, {}, [], []
         mapped, records = None, {}
         for part, (first, end) in enumerate(parts := _parts(model)):
+            if part > 0:
+                self._forget_if_changed(part)
             if part == 1 and hashed:
                 mapped, records = model.fetch(model.checked_ids(tokens) if ids is None else ids, cache)
             ends = part + 1 == len(parts)
             key = (part, shape, ends and last_only, made_there, sent)
-            graph = self._graph(
-                key, lambda part=part: self._part(parts, part, shape, layout, last_only, made_there, sent)
-            )
+            if key not in self._graphs:
+                self._hold(part, parts)
+                self._graphs[key] = mx.compile(self._part(parts, part, shape, layout, last_only, made_there, sent))
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
-            state, unpacked, published, made, some = graph(state, arrays, inputs, own, published)
+            state, unpacked, published, made, some = self._graphs[key](state, arrays, inputs, own, published)
             if not ends:
                 mx.async_eval(state, unpacked, made)
             arrays = arrays or unpacked
@@ -124,20 +126,23 @@ class CompiledSteps:
 
         return run
 
-    def _graph(self, key: tuple, make: Callable[[], Callable]) -> Callable:
-        if key not in self._graphs:
-            if not self._seen:
-                self._views = list(_containers(self._model))
-                self._seen = list(chain.from_iterable(self._views))
-                mx.eval(self._model.parameters())  # a graph takes no pending arrays as constants
-            self._graphs[key] = mx.compile(make())
-        return self._graphs[key]
+    def _hold(self, part: int, parts: list[tuple[int, int]]) -> None:
+        """Notes what the module tree holds for a part: its layers; the first has all that belongs to no layer, too."""
+        if part not in self._held:
+            mx.eval(self._model.parameters())  # a graph takes no pending arrays as constants
+            layers, (first, end) = self._model.layers, parts[part]
+            views = list(_containers(layers[first:end]) if part else _containers(self._model, but=layers[end:]))
+            self._held[part] = views, list(chain.from_iterable(views))
 
-    def _start_anew_if_changed(self) -> None:
+    def _forget_if_changed(self, part: int) -> None:
+        """Forgets the graphs of a part, or behind a change to the first all of them."""
         # Thousands of values at each step: compared by iterators that run in C.
-        same = sum(map(len, self._views)) == len(self._seen)
-        if not same or not all(map(is_, chain.from_iterable(self._views), self._seen)):
-            self._graphs, self._views, self._seen = {}, [], []
+        views, held = self._held.get(part, ([], []))
+        if sum(map(len, views)) == len(held) and all(map(is_, chain.from_iterable(views), held)):
+            return
+        gone = [other for other in self._held if part in (0, other)]
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
+        self._held = {other: held for other, held in self._held.items() if other not in gone}
 
 
 def _parts(model: Model) -> list[tuple[int, int]]:
@@ -166,9 +171,11 @@ def _read(published: dict[str, Any], step: Step, before: list[LayerCache]) -> No
         step.source = before[owner].twin(published["source"], step.marks)
 
 
-def _containers(value: Any) -> Iterator[Collection]:
+def _containers(value: Any, but: Collection[nn.Module] = ()) -> Iterator[Collection]:
     """The values of every dict and list of a module tree: parameters, modules, and plain settings. A tuple is one
-    value, for what it holds cannot be replaced."""
+    value, for what it holds cannot be replaced. What some modules hold is left out."""
+    if any(value is module for module in but):
+        return
     if isinstance(value, nn.Module):
         yield vars(value).values()
     if isinstance(value, dict):
@@ -181,4 +188,4 @@ def _containers(value: Any) -> Iterator[Collection]:
     else:
         return
     for part in parts:
-        yield from _containers(part)
+        yield from _containers(part, but)

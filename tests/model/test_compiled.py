@@ -125,8 +125,9 @@ def test_drafts_verified_by_graphs_give_the_serial_text(traced, sequence, kind, 
     assert_same_state(drafted, cache)
 
 
-@pytest.mark.parametrize("change", ["array", "module", "setting"])
+@pytest.mark.parametrize("change", ["array", "module", "setting", "layer", "last"])
 def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
+    """As far as it has changed: behind the first part one alone."""
     model, shapes = traced
     _, cache = run(model, sequence[:20], [20])
     before = np.array(model(mx.array([sequence[20:21]]), cache.copy()))
@@ -137,10 +138,15 @@ def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
         monkeypatch.setitem(model.norm, "weight", model.norm.weight * 2)
     elif change == "module":
         monkeypatch.setitem(model.layers[0].attn, "wo_b", model.layers[1].attn.wo_b)
+    elif change == "layer":
+        monkeypatch.setitem(model, "layers", [*model.layers[:-1], model.layers[-2]])
+    elif change == "last":
+        monkeypatch.setitem(model.layers[-1].attn.wkv, "weight", model.layers[-2].attn.wkv.weight)
     else:
         monkeypatch.setattr(model.norm, "eps", 1.0)
     after = np.array(model(mx.array([sequence[20:21]]), cache.copy()))
-    assert len(shapes) > traced_once and not np.array_equal(before, after)
+    again = 1 if change == "last" else len(compiled._parts(model))
+    assert len(shapes) == traced_once + again and not np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("hashed", [False, True])
