@@ -45,6 +45,7 @@ _LANGUAGE = _words(
     # convert into each other.
     "-fPIC -fno-exceptions -fno-rtti -fvisibility=hidden -gline-tables-only -gdwarf-4 -fno-strict-aliasing "
     "-fno-math-errno -fno-finite-loops -flax-vector-conversions=none -ftrivial-auto-var-init=pattern -march=native "
+    "-Wno-invalid-feature-combination "  # of a processor newer than clang's tables: a warning about no text of ours
     "-Xclang -fconvergent-functions -Xclang -ffloat16-excess-precision=none "
     "-Xclang -fbfloat16-excess-precision=none -Xclang -cl-single-precision-constant "
     "-Wall -Werror -Wimplicit-float-conversion -Wno-unknown-attributes -Wno-duplicate-decl-specifier "
