@@ -1,7 +1,7 @@
 """CUDA: the first products of an attention layer, and in the same launch what its window keeps of them.
 
 Blocks of the low-rank query's and the entry's matrices count their arrivals; the last one norms the query and makes the
-entry, a warp for each. Nothing waits for another block. Other blocks copy the ring and make a site's coefficients. The
+entry. Nothing waits for another block. Other blocks copy the ring and make a site's coefficients. The
 sums are those of `cache_entry.py`'s launch.
 
 Estimate: a launch less for a layer; of the 7.4 us that it took on an H200 2 or 3 remain behind the products.
@@ -29,56 +29,19 @@ _HEADER = (
     + """
 namespace ds4 {
 
-// A warp: every `shares`th run of 32 values of a row of D in shared memory, normed, turned in its last 2 P and rounded.
-// Runs are what simdgroups have in the launch of its own. One after the other: unrolled, the text is too long for the
-// cache of instructions, which is cold.
-template <int D, int P, int KIND, int BLOCK, typename G>
+// A warp: 32 values of a row of D, normed, turned where they are among its last 2 P, and rounded.
+template <int D, int P, int KIND, int BLOCK>
 __device__ __forceinline__ void enter(
-    const bf16* x, const G* weight, const float* cosine, const float* sine, float eps, int share, int shares,
-    bf16* to) {
-  const int lane = threadIdx.x & 31;
-  float sum = 0.f;
-#pragma unroll 4
-  for (int i = 0; i < D / 32; i++) {
-    const float v = __bfloat162float(x[32 * i + lane]);
-    sum += ds4_metal::simd_sum(v * v);
-  }
-  const float scale = rsqrtf(sum / (float)D + eps);
-#pragma unroll 1
-  for (int i = share; i < D / 32; i += shares) {
-    const int t = 32 * i + lane, turned = max(t + 2 * P, D) - D;
+    const bf16* x, const float* gain, const float* cosine, const float* sine, float scale, int first, bf16* to) {
+  const int t = first + (threadIdx.x & 31), turned = t + 2 * P - D;
+  float value = round_bf16(gain[t] * (__bfloat162float(x[t]) * scale));
+  const float other = __shfl_xor_sync(~0u, value, 1);
+  if (turned >= 0) {
     const float c = cosine[turned / 2], s = sine[turned / 2];
-    float value = round_bf16((float)weight[t] * (__bfloat162float(x[t]) * scale));
-    const float other = __shfl_xor_sync(~0u, value, 1);
-    if (t + 2 * P >= D) value = round_bf16((t & 1) == 0 ? value * c - other * s : other * s + value * c);
-    const u32 bits = ds4_metal::fq_round<KIND, BLOCK>((u32)__float_as_int(value) >> 16);
-    ((unsigned short*)to)[t] = (unsigned short)bits;
+    value = round_bf16((t & 1) == 0 ? value * c - other * s : other * s + value * c);
   }
-}
-
-// A warp: one row of C values in shared memory, normed. A launch of its own has SG simdgroups for it, whose sums are
-// added up last.
-template <int C, int SG, typename G>
-__device__ __forceinline__ void norm_query(const bf16* x, const G* weight, float eps, bf16* to) {
-  constexpr int VALUES = (C + 32 * SG - 1) / (32 * SG);
-  const int lane = threadIdx.x & 31;
-  float mine = 0.f;
-#pragma unroll 2
-  for (int s = 0; s < SG; s++) {
-    float square = 0.f;
-#pragma unroll
-    for (int i = 0; i < VALUES; i++) {
-      const int channel = 32 * (s + SG * i) + lane;
-      const float v = __bfloat162float(x[min(channel, C - 1)]);
-      if (channel < C) square += v * v;
-    }
-    square = ds4_metal::simd_sum(square);
-    mine = lane == s ? square : mine;
-  }
-  const float scale = rsqrtf(ds4_metal::simd_sum(mine) / (float)C + eps);
-#pragma unroll 8
-  for (int channel = lane; channel < C; channel += 32)
-    to[channel] = bf16((float)weight[channel] * (__bfloat162float(x[channel]) * scale));
+  const u32 bits = ds4_metal::fq_round<KIND, BLOCK>((u32)__float_as_int(value) >> 16);
+  ((unsigned short*)to)[t] = (unsigned short)bits;
 }
 
 }  // namespace ds4
@@ -107,34 +70,83 @@ _BEFORE = (
 )
 _MATRIX = """matrix<F#, S#, W, MOST>(
             block, rows, M, K, codes#, scales#, supers#, codes#_shape[0], y#, rings, grid_s)"""
+# The last block runs this text once, and the caches have none of it: an H200 takes 16 us for what 1,000 instructions of
+# unrolled loops do for one row. So loops stay loops, all warps share all rows, and reads of global memory come first.
 _FINISH = (
     f"""
     if ({_MATRIX.replace("#", "0")} ||
-        {_MATRIX.replace("#", "1")}) {{"""
+        {_MATRIX.replace("#", "1")}) {{
+      constexpr int GAINS = (C + D + 32 * W - 1) / (32 * W), PARTS = SG + D / 32;
+      float ahead[GAINS];  // on their way while the ticket is drawn
+#pragma unroll
+      for (int i = 0; i < GAINS; i++) {{
+        const int t = threadIdx.x + 32 * W * i;
+        ahead[i] = t < C ? (float)q_weight[t] : (float)weight[min(t - C, D - 1)];
+      }}"""
     + arrive("ENTRY_BLOCKS")
     + """
       const float eps = __int_as_float(EPS_BITS);
-      const int first = (at[0] % size + size) % size;
-      // What other blocks have written, once into shared memory, where the sums were: 16 bytes a thread, or a value.
-      bf16* const held = (bf16*)rings;  // [M][C], then [M][D]
-      for (int i = threadIdx.x; i < M * (C + D) / WORD; i += 32 * W) {
+      const int first = (at[0] % size + size) % size, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+      // Where the sums were: the weights of both norms, sums of squares, scales, and what other blocks have written.
+      float* const gains = (float*)rings;    // [C + D]
+      float* const sums = gains + C + D;     // [M][PARTS]
+      float* const scales = sums + M * PARTS;  // [M] of queries, [M] of entries
+      bf16* const held = (bf16*)rings + (2 * (C + D + M * (PARTS + 2)) + 7) / 8 * 8;  // [M][C], then [M][D]
+#pragma unroll 1
+      for (int i = threadIdx.x; i < M * (C + D) / WORD; i += 32 * W) {  // 16 bytes, or a value
         const int e = i * WORD;
         const bf16* const from = e < M * C ? (const bf16*)y0 + e : (const bf16*)y1 + (e - M * C);
         if (WORD == 8) read16_fresh_if(true, *(uint4*)(held + e), from);
         else *(volatile unsigned short*)(held + e) = *(const volatile unsigned short*)from;
       }
+#pragma unroll
+      for (int i = 0; i < GAINS; i++)
+        if (threadIdx.x + 32 * W * i < C + D) gains[threadIdx.x + 32 * W * i] = ahead[i];
       __syncthreads();
-      const int shares = max((W - M) / M, 1);  // warps of an entry
-      for (int task = threadIdx.x >> 5; task < M * (shares + 1); task += W) {
-        const int row = task < M ? task : (task - M) / shares;
-        if (task < M) {
-          ds4::norm_query<C, SG>(held + row * C, q_weight, eps, (bf16*)qr + (size_t)row * C);
-        } else {
-          const int at_turn = row % length * P, slot = (first + row % length) % size;
-          ds4::enter<D, P, KIND, BLOCK>(
-              held + M * C + row * D, weight, cosine + at_turn, sine + at_turn, eps, (task - M) % shares, shares,
-              (bf16*)ring + (size_t)(row / length * size + slot) * D);
+      // Sums that launches of their own add up last: of a query's row for each of SG simdgroups, of an entry for 32
+      // values. Two at a time, for a sum over lanes is a chain.
+#pragma unroll 1
+      for (int task = warp; task < M * PARTS; task += 2 * W) {
+        float square[2] = {};
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          const int row = min(task + n * W, M * PARTS - 1) / PARTS, part = min(task + n * W, M * PARTS - 1) % PARTS;
+          const int width = part < SG ? C : D, begin = 32 * (part < SG ? part : part - SG) + lane;
+          const bf16* const x = part < SG ? held + row * C : held + M * C + row * D;
+#pragma unroll
+          for (int i = 0; i < (C + 32 * SG - 1) / (32 * SG); i++) {
+            const int channel = begin + (part < SG ? 32 * SG : D) * i;
+            const float v = __bfloat162float(x[min(channel, width - 1)]);
+            if (channel < width) square[n] += v * v;
+          }
         }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          const float sum = ds4_metal::simd_sum(square[n]);
+          if (lane == 0 && task + n * W < M * PARTS) sums[task + n * W] = sum;
+        }
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int task = warp; task < 2 * M; task += W) {
+        const float* const of_row = sums + (task < M ? task : task - M) * PARTS;
+        float sum = ds4_metal::simd_sum(task < M && lane < SG ? of_row[lane] : 0.f);
+#pragma unroll 4
+        for (int i = SG; i < PARTS; i++) sum += task < M ? 0.f : of_row[i];
+        if (lane == 0) scales[task] = rsqrtf(sum / (float)(task < M ? C : D) + eps);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int row = 0; row < M; row++)
+#pragma unroll 1
+        for (int t = threadIdx.x; t < C; t += 32 * W)
+          ((bf16*)qr)[(size_t)row * C + t] = bf16(gains[t] * (__bfloat162float(held[row * C + t]) * scales[row]));
+#pragma unroll 1
+      for (int task = warp; task < M * (D / 32); task += W) {
+        const int row = task / (D / 32), at_turn = row % length * P, slot = (first + row % length) % size;
+        ds4::enter<D, P, KIND, BLOCK>(
+            held + M * C + row * D, gains + C, cosine + at_turn, sine + at_turn, scales[M + row],
+            32 * (task % (D / 32)), (bf16*)ring + (size_t)(row / length * size + slot) * D);
       }
       return;
     }
@@ -166,7 +178,8 @@ def takes(x: mx.array, weights: Sequence[_quant_group_cuda.Weight], dtypes: Sequ
         return False
     (C, D), two = (planes["codes"].shape[0] for _, planes in weights[:2]), dtypes[:2]
     fits = D % 32 == 0 and D <= 1024 and two == [mx.bfloat16] * 2
-    fits = fits and 2 * sums.rows * (C + D) <= RING * _quant_group_cuda.warps_of(weights, x.shape[-1])
+    held = 4 * (C + D) + sums.rows * (4 * (simdgroups_for(C) + D // 32 + 2) + 2 * (C + D)) + 16
+    fits = fits and held <= RING * _quant_group_cuda.warps_of(weights, x.shape[-1])
     return fits and all(_quant_group_cuda.takes(x, format) for format, _ in weights)
 
 
