@@ -41,6 +41,10 @@ template <class T> __device__ inline T simd_sum(T x) {
   for (int by = 16; by; by >>= 1) x += simd_shuffle_xor(x, by);
   return x;
 }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ inline uint simd_max(uint x) { return __reduce_max_sync(0xffffffffu, x); }
+__device__ inline uint simd_min(uint x) { return __reduce_min_sync(0xffffffffu, x); }
+#else
 __device__ inline uint simd_max(uint x) {
   for (int by = 16; by; by >>= 1) x = metal::max(x, simd_shuffle_xor(x, by));
   return x;
@@ -49,6 +53,7 @@ __device__ inline uint simd_min(uint x) {
   for (int by = 16; by; by >>= 1) x = metal::min(x, simd_shuffle_xor(x, by));
   return x;
 }
+#endif
 """
 
 

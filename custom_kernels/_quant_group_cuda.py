@@ -320,8 +320,7 @@ def shared_call(
 ) -> tuple[dict[str, list[Any]], int, int, int]:
     """What a launch of SHARED_SOURCE gets, its blocks, those among them for the router, and the warps of each."""
     (M, K), F, E = x.shape, gate[1]["codes"].shape[0], router[1]["codes"].shape[0]
-    split, router_split = _split(gate[0], F, K), _split(router[0], E, K)
-    warps = max(_FEWEST_WARPS, split, router_split)
+    split, router_split, warps = _split(gate[0], F, K), _split(router[0], E, K), warps_of([gate, router], K)
     router_blocks = _blocks(router[0], E, router_split, warps)
     template = [(f"F{name}", FORMAT_IDS[w[0]]) for name, w in zip("RGU", (router, gate, up), strict=True)]
     template += [("SR", router_split), ("S", split), ("W", warps), ("MOST", _most(M))]

@@ -15,39 +15,56 @@ from . import _quant_cuda, _quant_group_cuda
 from ._finish_cuda import COEFFICIENTS, arrive, metal_functions
 from ._hyper_sources import COEFFICIENTS_HEADER
 from ._kernel import Kernel, float_bits
-from ._quant_group_cuda import SHARED_INPUTS, SHARED_SOURCE
+from ._quant_group_cuda import SHARED_INPUTS, SHARED_SOURCE, Weight
 from .hyper_connection import RIDER_INPUTS, RIDER_OUTPUTS, SiteSums
 from .router import MOST_CHOSEN, MOST_EXPERTS, ROUTER_HEADER
 
 _HEADER = _quant_group_cuda.HEADER + metal_functions(ROUTER_HEADER + COEFFICIENTS_HEADER)
 
+# Short loops that all warps share, and reads of global memory first: `_enter_cuda.py` says why.
 _CHOOSE = (
     """{
-      constexpr int E = EXPERTS, PER = (E + 31) / 32;
+      constexpr int E = EXPERTS, PER = (E + 31) / 32, SLOTS = 32 * PER, BIASES = (SLOTS + 32 * W - 1) / (32 * W);
+      float ahead[BIASES];
+      #pragma unroll
+      for (int i = 0; i < BIASES; i++) ahead[i] = bias[min((int)threadIdx.x + 32 * W * i, E - 1)];
 """
     + arrive("ROUTER_BLOCKS")
     + """
       const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-      float* const scores = part + warp * (64 * PER);  // where the sums were
-      unsigned* const ranked = (unsigned*)scores + 32 * PER;
-      static_assert(64 * PER * 4 <= RING, "a warp's ring holds its scores and keys");
-      for (int row = warp; row < M; row += W) {
-        for (int e = lane; e < 32 * PER; e += 32) {
-          unsigned key = 0;
-          if (e < E) {
-            const float b = bias[e];
-            const float score = ds4_metal::router_score(*(const volatile float*)(logits + (size_t)row * E + e));
-            scores[e] = score;
-            key = ds4_metal::router_key(b + score);
-          }
-          ranked[e] = key;
-        }
-        __syncwarp();
-        ds4_metal::router_choose<E, K_CHOSEN>(
-            scores, ranked, lane, __int_as_float(FACTOR_BITS), chosen + (size_t)row * K_CHOSEN,
-            weights + (size_t)row * K_CHOSEN);
-        __syncwarp();
+      float* const biases = part;               // [SLOTS], where the sums were
+      float* const scores = biases + SLOTS;     // [M][SLOTS], at first the logits
+      unsigned* const ranked = (unsigned*)scores + M * SLOTS;
+      constexpr int WORD = E % 4 == 0 ? 4 : 1;  // what a thread copies at a time
+      #pragma unroll 1
+      for (int i = threadIdx.x; i < M * E / WORD; i += 32 * W) {
+        const int row = i / (E / WORD), e = i % (E / WORD) * WORD;
+        const float* const from = logits + (size_t)row * E + e;
+        if (WORD == 4) copy16_async(scores + row * SLOTS + e, from);
+        else scores[row * SLOTS + e] = *(const volatile float*)from;
       }
+      #pragma unroll
+      for (int i = 0; i < BIASES; i++)
+        if (threadIdx.x + 32 * W * i < SLOTS) biases[threadIdx.x + 32 * W * i] = ahead[i];
+      wait_for_copies();
+      __syncthreads();
+      #pragma unroll 1
+      for (int i = threadIdx.x; i < M * SLOTS; i += 32 * W) {
+        const int e = i % SLOTS;
+        unsigned key = 0;
+        if (e < E) {
+          const float score = ds4_metal::router_score(scores[i]);
+          scores[i] = score;
+          key = ds4_metal::router_key(biases[e] + score);
+        }
+        ranked[i] = key;
+      }
+      __syncthreads();
+      #pragma unroll 1
+      for (int row = warp; row < M; row += W)
+        ds4_metal::router_choose<E, K_CHOSEN>(
+            scores + row * SLOTS, ranked + row * SLOTS, lane, __int_as_float(FACTOR_BITS),
+            chosen + (size_t)row * K_CHOSEN, weights + (size_t)row * K_CHOSEN);
       return;
     }"""
 )
@@ -71,11 +88,13 @@ _kernel = Kernel(
 )
 
 
-def takes(rows: int, experts: int, k: int, sums: SiteSums) -> bool:
-    """Whether the launch may choose k of this many experts for the rows and make their coefficients."""
-    # A warp's ring holds two words an expert.
-    most = min(MOST_EXPERTS, _quant_cuda.RING // 8 // 32 * 32)
-    return 8 <= experts <= most and k <= min(experts, MOST_CHOSEN) and sums.takes_kernel and sums.rows == rows
+def takes(x: mx.array, gate: Weight, router: Weight, k: int, sums: SiteSums) -> bool:
+    """Whether the launch may choose k experts for the rows of x and make their coefficients."""
+    (rows, width), experts = x.shape, router[1]["codes"].shape[0]
+    warps = _quant_group_cuda.warps_of([gate, router], width)
+    held = 4 * -(-experts // 32) * 32 * (1 + 2 * rows)  # biases, scores and keys
+    fits = 8 <= experts <= MOST_EXPERTS and k <= min(experts, MOST_CHOSEN) and held <= warps * _quant_cuda.RING
+    return fits and sums.takes_kernel and sums.rows == rows
 
 
 def shared_swiglu_routed(

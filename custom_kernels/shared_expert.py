@@ -113,7 +113,7 @@ def shared_swiglu_routed(
     routed = (
         backend() == "cuda" and counts is not None and enabled("router") and _launches(x, gate, up, router_x, router)
     )
-    if routed and _shared_routed_cuda.takes(x.shape[0], router[1]["codes"].shape[0], k, sums):
+    if routed and _shared_routed_cuda.takes(x, gate, router, k, sums):
         for weight in (gate, up, router):
             check_planes("shared_swiglu", *weight, x.shape[-1])
         options = {"k": k, "factor": factor, "limit": limit}

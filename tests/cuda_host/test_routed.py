@@ -77,11 +77,16 @@ def test_hostile_logits(cuda, monkeypatch):
 
 
 def test_where_the_launch_does_not_fit():
-    sums = SiteSums(*random_sums(np.random.default_rng(0), 2), **SUMS)
+    def takes(rows: int, experts: int, k: int = 6, of: int = 2, width: int = 128) -> bool:
+        sums = SiteSums(*random_sums(np.random.default_rng(0), of), **SUMS)
+        gate, router = (("Q8_0", {"codes": mx.zeros((n, width), dtype=mx.int8)}) for n in (64, experts))
+        return _shared_routed_cuda.takes(mx.zeros((rows, width), dtype=mx.bfloat16), gate, router, k, sums)
+
     with use_kernels("emulate"):
-        assert _shared_routed_cuda.takes(2, 384, 6, sums)
-        assert not _shared_routed_cuda.takes(1, 384, 6, sums)  # sums of other rows
-        assert not _shared_routed_cuda.takes(2, 577, 6, sums)  # a ring holds 576 scores and keys
-        assert not _shared_routed_cuda.takes(2, 384, 33, sums)
-    assert not _shared_routed_cuda.takes(2, 384, 6, sums)  # no kernels
+        assert takes(2, 384)
+        assert not takes(1, 384)  # sums of other rows
+        assert not takes(2, 384, k=33)
+        assert takes(2, 896) and not takes(2, 928)  # four warps' rings hold 18 KB
+        assert takes(8, 384, of=8, width=5120) and not takes(8, 384, of=8)  # eight have twice that
+    assert not takes(2, 384)  # no kernels
     assert _kernel.tickets().shape == (_kernel.TICKETS,) and not _kernel.tickets().any()
