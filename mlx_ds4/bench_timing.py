@@ -55,7 +55,8 @@ def decode_seconds(model, cache, *, rows: int = 1, steps: int = 16, warm_up: int
 
     One row: `generate_step`, which starts a step before it hands out the token of the one before. More rows: what
     verification does, one pass, its greedy tokens on the host, and the rows behind the first taken back; the next pass
-    cannot start before, because its rows depend on these tokens.
+    cannot start before, because its rows depend on these tokens. Tokens come in pairs: what is larger MLX moves to
+    another memory on CUDA before the host may read it, 0.1 to 0.3 ms for 24 bytes.
     """
     times = _one_row(model, cache, steps + warm_up) if rows == 1 else _passes(model, cache, rows, steps + warm_up)
     return statistics.median(times[warm_up:])
@@ -81,9 +82,9 @@ def _passes(model, cache, rows: int, steps: int) -> list[float]:
     for _ in range(steps):
         start = time.perf_counter()
         logits, _ = model.forward(mx.array([tokens]), cache)
-        chosen = mx.argmax(logits[0], axis=-1)
+        chosen = [mx.argmax(logits[0, row : row + 2], axis=-1) for row in range(0, rows, 2)]
         mx.async_eval(chosen, [layer.state for layer in cache])
-        tokens = chosen.tolist()
+        tokens = [token for pair in chosen for token in pair.tolist()]
         cache.trim(rows - 1)
         times.append(time.perf_counter() - start)
     return times
