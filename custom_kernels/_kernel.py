@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import _portable
+from . import _cuda_cache, _portable
 from ._switches import KernelError, backend, current, families
 
 _FOLDER = Path(__file__).resolve().parent
@@ -99,13 +99,16 @@ def float_bits(value: float) -> int:
 
 @functools.cache
 def _header_folder() -> Path | None:
-    """A folder for header files that ends with the process; None where none can be made or named in an #include."""
-    try:
-        folder = tempfile.mkdtemp(prefix="mlx_ds4-")
-    except OSError:
-        return None
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return None if set(folder) & set('"\\\n') else Path(folder)
+    """A folder for header files: beside MLX's compiled kernels, or one that ends with the process; None where none can
+    be made or named in an #include."""
+    folder = _cuda_cache.header_folder()
+    if folder is None:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="mlx_ds4-"))
+        except OSError:
+            return None
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return None if set(str(folder)) & set('"\\\n') else folder
 
 
 @functools.cache
@@ -116,8 +119,10 @@ def included(header: str) -> str:
     if folder is None:
         return header
     path = folder / f"{hashlib.sha256(header.encode()).hexdigest()[:16]}.h"
+    data = header.encode()
     try:
-        path.write_text(header, encoding="utf-8")
+        if not path.is_file() or path.read_bytes() != data:
+            _cuda_cache.write(path, data, folder)
     except OSError:
         return header
     return f'#include "{path}"\n'
@@ -216,19 +221,21 @@ class Kernel:
         return {}
 
     def _cuda(self, *, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **call: Any) -> list[mx.array]:
-        """MLX keeps compiled CUDA modules by name and template alone, so other dtypes need another name. An array that
-        stands for several inputs is passed once, because each costs host time at each launch."""
+        """Each combination of dtypes has a kernel of its own, with a name that says which. An array that stands for
+        several inputs is passed once, because each costs host time at each launch."""
         dtypes = (*(x.dtype for x in inputs), *output_dtypes)
         places: dict[int, int] = {}
         same = tuple(places.setdefault(id(x), i) for i, x in enumerate(inputs))
         if (dtypes, same) not in self._cuda_kernels:
             again = "".join(f"_{i}is{first}" for i, first in enumerate(same) if i != first)
-            self._cuda_kernels[dtypes, same] = self._make_cuda("".join(map(_short, dtypes)) + again, same)
+            fields = self._cuda_fields("".join(map(_short, dtypes)) + again, same)
+            given = [dtypes[i] for i in places.values()]
+            self._cuda_kernels[dtypes, same] = _cuda_cache.CudaKernel(fields, given, output_dtypes)
         distinct = [inputs[i] for i in places.values()]
         return self._cuda_kernels[dtypes, same](inputs=distinct, output_dtypes=output_dtypes, **call)
 
-    def _make_cuda(self, suffix: str, same: Sequence[int]) -> Callable[..., list[mx.array]]:
-        """`same`: for each input, the first one that is the same array."""
+    def _cuda_fields(self, suffix: str, same: Sequence[int]) -> dict[str, Any]:
+        """What mx.fast.cuda_kernel is given. `same`: for each input, the first one that is the same array."""
         header, source = self.cuda_text()
         first = dict(zip(self.input_names, (self.input_names[i] for i in same), strict=True))
         words = [(name, what) for name in first for what in ("shape", "strides", "ndim") if f"{name}_{what}" in source]
@@ -236,15 +243,15 @@ class Kernel:
         aliases += [f"const auto& {name}_{w} = {first[name]}_{w};\n" for name, w in words if first[name] != name]
         # MLX passes the shape, strides and ndim of an input where the text names them, so the line has to.
         named = " ".join(dict.fromkeys(f"{first[name]}_{what}" for name, what in words))
-        return mx.fast.cuda_kernel(
-            name=f"{self.name}_{suffix}",
-            input_names=list(dict.fromkeys(first.values())),
-            output_names=self.output_names,
-            source=f"{''.join(aliases)}{included(source)}// {named}\n",
-            header=included(header),
-            ensure_row_contiguous=self.ensure_row_contiguous,
-            shared_memory=self.shared_memory,
-        )
+        return {
+            "name": f"{self.name}_{suffix}",
+            "input_names": list(dict.fromkeys(first.values())),
+            "output_names": self.output_names,
+            "source": f"{''.join(aliases)}{included(source)}// {named}\n",
+            "header": included(header),
+            "ensure_row_contiguous": self.ensure_row_contiguous,
+            "shared_memory": self.shared_memory,
+        }
 
     def __call__(
         self,

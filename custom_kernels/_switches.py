@@ -5,7 +5,7 @@ Two environment variables, both read once and at the first question, not at impo
 * `MLX_DS4_KERNELS=auto|reference|emulate`: kernels where a GPU is the default device; never; or every kernel
   through the checking emulator of a source checkout, on the CPU.
 * `MLX_DS4_DISABLE=topk,router`: families that use their reference whatever else is set. `compiled_step`, which is no
-  family, makes the model run its steps without compiled graphs.
+  family, makes the model run its steps without compiled graphs; `cuda_cache` leaves compiling CUDA kernels to MLX.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import mlx.core as mx
 
 MODES = ("auto", "reference", "emulate")
-# What else can be disabled: parts of the model that ask `enabled`.
-_OTHERS = ("compiled_step",)
+# What else can be disabled: parts that ask `enabled`.
+_OTHERS = ("compiled_step", "cuda_cache")
 
 
 class KernelError(ValueError):

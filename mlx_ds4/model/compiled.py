@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
+from mlx_ds4.custom_kernels._cuda_cache import compiling, together
 from mlx_ds4.custom_kernels.step_values import in_pairs, launches
 
 from .step import Layout, Step, StepShape, on_device, unpack
@@ -45,6 +46,7 @@ class CompiledSteps:
         # For each part live views of what the module tree holds there, and what it held when the graphs were traced.
         self._held: dict[int, tuple[list[Collection], list[Any]]] = {}
 
+    @together()  # CUDA kernels of graphs that are traced now compile side by side
     def __call__(
         self, tokens: mx.array, cache: Cache, last_only: bool, sampled: bool
     ) -> tuple[mx.array, list[mx.array]]:
@@ -76,7 +78,7 @@ class CompiledSteps:
             inputs = [layer.inputs for layer in cache[first:end]]
             own = {layer: table for layer, table in records.items() if first <= layer < end}
             state, unpacked, published, made, some = self._graphs[key](state, arrays, inputs, own, published)
-            if not ends:
+            if not ends and not compiling():
                 mx.async_eval(state, unpacked, made)
             arrays = arrays or unpacked
             outputs += made

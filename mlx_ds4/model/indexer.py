@@ -6,6 +6,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels._cuda_cache import settle
 from mlx_ds4.custom_kernels._rows import Rows, SplitRows
 from mlx_ds4.custom_kernels.cache_entry import cache_entry
 from mlx_ds4.custom_kernels.index_score import index_scores
@@ -76,6 +77,7 @@ class Indexer(nn.Module):
             if self._publishes and bounded:
                 blocks.append(top_k_groups(scores, visible[rows], c.candidate_topk_blocks, size=size))
             if start + tile < step.length:
+                settle()
                 mx.eval(selections[-1], blocks[-1:])
         step.selection = _joined(selections)
         if blocks:

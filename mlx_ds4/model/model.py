@@ -11,6 +11,7 @@ from mlx import nn
 
 from mlx_ds4.cache import REWIND, Cache, LayerCache
 from mlx_ds4.config import ModelConfig
+from mlx_ds4.custom_kernels._cuda_cache import together
 from mlx_ds4.custom_kernels._switches import backend, enabled
 from mlx_ds4.custom_kernels.hyper_connection import collapse_norm
 
@@ -159,7 +160,8 @@ class Model(nn.Module):
         """Layers first .. end - 1; `records` hold the table rows of Engram layers."""
         for index in range(first, end):
             step.layer = index
-            h, pre = self.layers[index](h, pre, step, caches[index], records.get(index))
+            with together():
+                h, pre = self.layers[index](h, pre, step, caches[index], records.get(index))
             if step.length >= _EAGER_ROWS:
                 mx.eval(h, pre, caches[index].state)
         return h, pre

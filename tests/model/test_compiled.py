@@ -6,15 +6,19 @@ the same functions, called with the same inputs. One slow test compiles.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_ds4.custom_kernels import _switches, expert_matmul
+from mlx_ds4.custom_kernels import _cuda_cache, _switches, expert_matmul
 from mlx_ds4.custom_kernels._switches import families
 from mlx_ds4.custom_kernels.step_values import step_values_ref
 from mlx_ds4.generation import generate_step
-from mlx_ds4.model import compiled, step
+from mlx_ds4.model import compiled, indexer, layer, step
+from mlx_ds4.model import model as model_file
 from mlx_ds4.model.compiled import CompiledSteps
 from mlx_ds4.model.model import Model
 from mlx_ds4.random_model import cut_config, random_model
@@ -203,3 +207,50 @@ def test_a_replayed_prompt_decodes_in_graphs(traced, sequence, monkeypatch):
         np.testing.assert_array_equal(np.array(got), np.array(model(tokens, twin)))
         monkeypatch.setattr(model, "compiled", True)
     assert_same_state(cache, twin)
+
+
+def test_kernels_that_still_compile_hold_the_graphs_back(traced, sequence, monkeypatch):
+    """Evaluated now, they would be compiled by MLX one after the other."""
+    model, _ = traced
+    starts = []
+    _, cache = run(model, sequence[:20], [20])
+    monkeypatch.setattr(compiled.mx, "async_eval", lambda *arrays: starts.append(arrays))
+    for busy, count in ((False, len(compiled._parts(model)) - 1), (True, 0)):
+        monkeypatch.setattr(compiled, "compiling", lambda busy=busy: busy)
+        del starts[:]
+        model(mx.array([sequence[20:21]]), cache.copy())
+        assert len(starts) == count
+
+
+def test_nothing_is_evaluated_while_its_kernels_compile(traced, sequence, monkeypatch):
+    """In a prefill: neither a layer, nor the tiles of an indexer inside."""
+    model, _ = traced
+
+    class Pending:
+        finished = False
+
+        def done(self) -> bool:
+            return self.finished
+
+        def result(self) -> None:
+            self.finished = True
+
+    call, evaluate, evaluated = layer.Layer.__call__, mx.eval, []
+
+    def begin(self, *arguments):
+        _cuda_cache._turn.started.append(Pending())
+        return call(self, *arguments)
+
+    def watched(*arrays):
+        asks = Path(sys._getframe(1).f_code.co_filename)
+        if asks.parent.name == "model":  # references, which no kernel goes into, evaluate some of their own
+            evaluated.append((asks.stem, _cuda_cache.compiling()))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(layer.Layer, "__call__", begin)
+    monkeypatch.setattr(indexer, "TILE_SCORES", 1)
+    monkeypatch.setattr(model_file, "_EAGER_ROWS", 9)
+    monkeypatch.setattr(mx, "eval", watched)
+    model(mx.array([sequence]), model.make_cache())
+    assert {asks for asks, _ in evaluated} == {"indexer", "model"}
+    assert not any(busy for _, busy in evaluated)
