@@ -91,17 +91,19 @@ _FINISH = (
       float* const gains = (float*)rings;    // [C + D]
       float* const sums = gains + C + D;     // [M][PARTS]
       float* const scales = sums + M * PARTS;  // [M] of queries, [M] of entries
-      bf16* const held = (bf16*)rings + (2 * (C + D + M * (PARTS + 2)) + 7) / 8 * 8;  // [M][C], then [M][D]
+      int* const places = (int*)scales + 2 * M;  // [M] of entries in the ring, [M] of their angles
+      bf16* const held = (bf16*)rings + (2 * (C + D + M * (PARTS + 4)) + 7) / 8 * 8;  // [M][C], then [M][D]
 #pragma unroll 1
       for (int i = threadIdx.x; i < M * (C + D) / WORD; i += 32 * W) {  // 16 bytes, or a value
         const int e = i * WORD;
         const bf16* const from = e < M * C ? (const bf16*)y0 + e : (const bf16*)y1 + (e - M * C);
-        if (WORD == 8) read16_fresh_if(true, *(uint4*)(held + e), from);
+        if (WORD == 8) copy16_async(held + e, from);
         else *(volatile unsigned short*)(held + e) = *(const volatile unsigned short*)from;
       }
 #pragma unroll
       for (int i = 0; i < GAINS; i++)
         if (threadIdx.x + 32 * W * i < C + D) gains[threadIdx.x + 32 * W * i] = ahead[i];
+      wait_for_copies();
       __syncthreads();
       // Sums that launches of their own add up last: of a query's row for each of SG simdgroups, of an entry for 32
       // values. Two at a time, for a sum over lanes is a chain.
@@ -133,20 +135,28 @@ _FINISH = (
         float sum = ds4_metal::simd_sum(task < M && lane < SG ? of_row[lane] : 0.f);
 #pragma unroll 4
         for (int i = SG; i < PARTS; i++) sum += task < M ? 0.f : of_row[i];
-        if (lane == 0) scales[task] = rsqrtf(sum / (float)(task < M ? C : D) + eps);
+        if (lane == 0) {
+          scales[task] = rsqrtf(sum / (float)(task < M ? C : D) + eps);
+          const int row = task % M, step = row % length;
+          places[task] = task < M ? row / length * size + (first + step) % size : step * P;
+        }
       }
       __syncthreads();
 #pragma unroll 1
-      for (int row = 0; row < M; row++)
-#pragma unroll 1
-        for (int t = threadIdx.x; t < C; t += 32 * W)
-          ((bf16*)qr)[(size_t)row * C + t] = bf16(gains[t] * (__bfloat162float(held[row * C + t]) * scales[row]));
+      for (int row = 0; row < M; row++) {
+#pragma unroll
+        for (int i = 0; i < (C + 32 * W - 1) / (32 * W); i++) {
+          const int t = threadIdx.x + 32 * W * i;
+          if (t < C)
+            ((bf16*)qr)[(size_t)row * C + t] = bf16(gains[t] * (__bfloat162float(held[row * C + t]) * scales[row]));
+        }
+      }
 #pragma unroll 1
       for (int task = warp; task < M * (D / 32); task += W) {
-        const int row = task / (D / 32), at_turn = row % length * P, slot = (first + row % length) % size;
+        const int row = task / (D / 32), at_turn = places[M + row];
         ds4::enter<D, P, KIND, BLOCK>(
             held + M * C + row * D, gains + C, cosine + at_turn, sine + at_turn, scales[M + row],
-            32 * (task % (D / 32)), (bf16*)ring + (size_t)(row / length * size + slot) * D);
+            32 * (task % (D / 32)), (bf16*)ring + (size_t)places[row] * D);
       }
       return;
     }
@@ -178,7 +188,7 @@ def takes(x: mx.array, weights: Sequence[_quant_group_cuda.Weight], dtypes: Sequ
         return False
     (C, D), two = (planes["codes"].shape[0] for _, planes in weights[:2]), dtypes[:2]
     fits = D % 32 == 0 and D <= 1024 and two == [mx.bfloat16] * 2
-    held = 4 * (C + D) + sums.rows * (4 * (simdgroups_for(C) + D // 32 + 2) + 2 * (C + D)) + 16
+    held = 4 * (C + D) + sums.rows * (4 * (simdgroups_for(C) + D // 32 + 4) + 2 * (C + D)) + 16
     fits = fits and held <= RING * _quant_group_cuda.warps_of(weights, x.shape[-1])
     return fits and all(_quant_group_cuda.takes(x, format) for format, _ in weights)
 

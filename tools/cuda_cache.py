@@ -19,10 +19,10 @@ import mlx.core as mx
 from mlx_ds4.custom_kernels import _cuda_cache
 from mlx_ds4.custom_kernels._cuda_text import function_name, kernel_text
 
-TEMPLATE = [("N", -8), ("T", mx.bfloat16), ("F", True), ("G", False)]
+TEMPLATE = [("N", 8), ("T", mx.bfloat16), ("F", True), ("G", False)]
 SOURCE = """if (threadIdx.x == 0) {
   bool sizes = x_shape[0] == 2 && x_shape[1] == 3 && x_strides[0] == 3 && x_strides[1] == 1 && x_ndim == 2;
-  y[0] = sizes && N == -8 && sizeof(T) == 2 && F && !G ? 1.0f : -1.0f;
+  y[0] = sizes && N == 8 && sizeof(T) == 2 && F && !G ? 1.0f : -1.0f;
   z[0] = x[5];
 }
 """

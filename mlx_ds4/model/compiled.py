@@ -2,17 +2,17 @@
 
 A pass over up to 8 rows runs as a chain of graphs. The first of a model with Engram embeds the tokens and runs the
 layers before Engram; it needs no number on the host, so the device works on it while the host still waits for the token
-that Engram must hash. Without Engram nothing waits. The next graph has two layers, then come eight each: a graph is
-copied as a whole before any of it is evaluated, and the device would wait for that. Positions, bounds and slots are
-arrays, which the first graph unpacks from one array of the host or, on CUDA, makes from the position; so a graph serves
-every step of its shape (`StepShape`) and cache capacity. The arrays it makes are the rings and the recent rows, never
-the old ones.
+that Engram must hash. Without Engram nothing waits. The next graphs have two layers and four, then come nine each: a
+graph is copied as a whole before any of it is evaluated, and the device would wait for that. Positions, bounds and
+slots are arrays, which the first graph unpacks from one array of the host or, on CUDA, makes from the position; so a
+graph serves every step of its shape (`StepShape`) and cache capacity. The arrays it makes are the rings and the recent
+rows, never the old ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ from .step import Layout, Step, StepShape, on_device, unpack
 if TYPE_CHECKING:
     from .model import Model
 
-# Layers of the part with which the device begins once the token's number is known, and of those behind it.
-FIRST, LAYERS = 2, 8
+# Layers of the parts with which the device begins once the token's number is known, and of each behind them.
+FIRST, LAYERS = (2, 4), 9
 
 
 class CompiledSteps:
@@ -153,8 +153,10 @@ def _parts(model: Model) -> list[tuple[int, int]]:
     c, count = model.config, len(model.layers)
     split = min(c.engram_layer_ids, default=0)
     split = split if all(c.ratio(layer) == 0 for layer in range(split)) else 0
-    ends = [split] if c.engram_layer_ids else []
-    ends += [*range(split + FIRST, count, LAYERS), count]
+    ends, end, sizes = [split] if c.engram_layer_ids else [], split, chain(FIRST, repeat(LAYERS))
+    while end < count:
+        end = min(end + next(sizes), count)
+        ends.append(end)
     return list(zip([0, *ends], ends, strict=False))
 
 

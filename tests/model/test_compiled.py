@@ -38,7 +38,7 @@ def traced(nano_wide, monkeypatch):
     """The model with its graphs turned on and traced functions called as they are; the shapes that were traced."""
     shapes = []
     monkeypatch.setattr(expert_matmul, "_GATHERED_PAIRS", 64)  # the reference asks the host for more pairs
-    monkeypatch.setattr(compiled, "FIRST", 1)  # an end behind an owner, and one between a source and its readers
+    monkeypatch.setattr(compiled, "FIRST", (1,))  # an end behind an owner, and one between a source and its readers
     monkeypatch.setattr(compiled, "LAYERS", 1)
     monkeypatch.setattr(nano_wide, "compiled", True)
     monkeypatch.setattr(nano_wide, "_steps", CompiledSteps(nano_wide))
