@@ -6,8 +6,9 @@ keys that sort like them, `topk.py`'s, stay in shared memory for all passes, so 
 short text and a thread needs no register for each of its scores. Blocks behind what a row sees are not counted.
 
 Estimate for an H200, one row of 16,384 scores. `topk` takes 14.5 us, and with it go a launch, its gap of 2 or 3 us and
-14 us of host time. Here: a ticket 1 us; 64 KB from the second-level cache in four rounds of reads 3 us; 35 instructions
-a score on one multiprocessor 2.5 us; barriers 1 us. So 7 us behind the last score, 10 us less for a layer.
+14 us of host time. Here: a ticket 1 us; 64 KB from the second-level cache in four rounds of reads 2.5 us; 47
+instructions a score on one multiprocessor 3.5 us; barriers 1 us. So 8 us behind the last score, 9 us less for a layer;
+4 us, where the row sees 4,096.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from mlx_ds4.custom_kernels._case import compare, outputs
 from mlx_ds4.custom_kernels._count import count_launches
 from mlx_ds4.custom_kernels._kernel import Kernel, tickets, watch_launches
 from mlx_ds4.custom_kernels._rows import SplitRows
-from mlx_ds4.custom_kernels._switches import use_kernels
+from mlx_ds4.custom_kernels._switches import disable, use_kernels
 from tests.cuda_host import COMPILER, launch
 from tests.kernels.test_topk import expected, rows
 
@@ -198,3 +198,22 @@ def test_which_launches_it_takes(cuda, monkeypatch):
     for module in (index_topk, topk):
         monkeypatch.setattr(module, "CHUNK", 256)
     assert names(six, k=1)[0] == "index_score" and names(one, k=1)[0] == "index_topk"
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_steps_of_the_model(nano, on_cpu, monkeypatch, rows):
+    """All else by references: the index layers select the same entries, among all and among candidates, so logits are
+    equal."""
+    tokens = mx.array(np.random.default_rng(5).integers(0, nano.config.vocab_size, (1, 120 + rows)))
+
+    def step() -> mx.array:
+        cache = nano.make_cache()
+        mx.eval(nano(tokens[:, :120], cache))
+        return nano(tokens[:, 120:], cache)
+
+    with use_kernels("reference"), disable("compiled_step"), count_launches() as launches:
+        want = step()
+        monkeypatch.setattr(index_topk, "backend", lambda: "cuda")
+        monkeypatch.setattr(index_topk, "enabled", lambda family: True)
+        assert not launches and mx.array_equal(step(), want)
+    assert launches == {"index_topk": len(nano.config.index_source_layer_ids)}
