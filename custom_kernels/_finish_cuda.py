@@ -62,11 +62,12 @@ def metal_functions(header: str) -> str:
     return f"{_NAMES}{_portable.translate_functions(header)}\n}}  // namespace ds4_metal\n"
 
 
-def arrive(blocks: str) -> str:
-    """Only the last of so many blocks goes on, and sees what all have written, if it reads around the first cache."""
+def arrive(blocks: str, at: str = "0") -> str:
+    """Only the last of so many blocks goes on, and sees what all have written, if it reads around the first cache. They
+    count in ticket number `at`."""
     return f"""
       // MLX has no array that a launch changes. This one is zeros before the launch and after it.
-      int* const arrived = const_cast<int*>(tickets);
+      int* const arrived = const_cast<int*>(tickets) + {at};
       __shared__ bool is_last;
       __syncthreads();
       if (threadIdx.x == 0) is_last = draw_ticket(arrived) == {blocks} - 1;

@@ -17,6 +17,7 @@ operations a score: on a chip with less than 32 float32 operations for a byte of
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -185,6 +186,15 @@ def index_scores(
 
     Raises ValueError when the shapes do not fit each other.
     """
+    check_scores(q, weights, keys, visible, blocks, block_size)
+    if bf16 or not takes(q, keys, blocks, block_size) or not enabled("index_score"):
+        return index_scores_ref(q, weights, keys, visible, blocks, block_size=block_size, factor=factor, bf16=bf16)
+    rows = _ROWS if blocks is None else 1
+    return _index_score_kernel(**score_call(q, weights, keys, visible, blocks, block_size, factor, rows))[0]
+
+
+def check_scores(q, weights, keys: Rows, visible: mx.array | None, blocks: mx.array | None, block_size: int) -> None:
+    """Raises what `index_scores` does."""
     if isinstance(keys, SplitRows) and (fault := rows_fault(keys)):
         raise ValueError(f"index_scores {fault}; pass the parts of one cache.")
     B, L, H, D = q.shape
@@ -200,33 +210,42 @@ def index_scores(
             f"index_scores got blocks {blocks.shape} of {block_size} entries for q {q.shape}, expected one list for"
             " each row and a size of 1 or more; pass the candidates of this step."
         )
-    if visible is None:
-        visible = mx.full((L,), S, dtype=mx.int32)
-    width = S if blocks is None else blocks.shape[-1] * block_size
-    if not _fits_kernel(q, keys, width) or bf16 or not enabled("index_score"):
-        return index_scores_ref(q, weights, keys, visible, blocks, block_size=block_size, factor=factor, bf16=bf16)
-    rows = _ROWS if blocks is None else 1
-    visible = visible.astype(mx.int32)
-    split = isinstance(keys, SplitRows)
-    old, recent, base = keys if split else (keys, keys, visible)
-    return _index_score_kernel(
-        inputs=[q, weights, old, recent, base, visible, blank(1, 1, 8) if blocks is None else blocks],
-        template=[
-            *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", split)],
-            *[("BLOCK", 0 if blocks is None else block_size), ("FACTOR_BITS", float_bits(factor))],
-        ],
-        grid=(B * -(-L // rows) * -(-width // _COLUMNS) * 256, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(B, L, width)],
-        output_dtypes=[mx.float32],
-    )[0]
 
 
-def _fits_kernel(q: mx.array, keys: Rows, width: int) -> bool:
+def takes(q: mx.array, keys: Rows, blocks: mx.array | None, block_size: int) -> bool:
     """Whether a row's queries fit into threadgroup memory and its keys into registers."""
     H, D = q.shape[2:]
     fits = D % 32 == 0 and D <= 128 and H * D <= 4096
-    return q.size > 0 and width > 0 and q.dtype == keys.dtype == mx.bfloat16 and fits
+    return q.size > 0 and _width(keys, blocks, block_size) > 0 and q.dtype == keys.dtype == mx.bfloat16 and fits
+
+
+def _width(keys: Rows, blocks: mx.array | None, block_size: int) -> int:
+    return keys.shape[1] if blocks is None else blocks.shape[-1] * block_size
+
+
+def score_call(
+    q: mx.array, weights: mx.array, keys: Rows, visible: mx.array | None, blocks: mx.array | None, block_size: int,
+    factor: float, rows: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What a launch gets whose threadgroups score 128 columns of so many rows: 1, where rows have lists."""
+    B, L, H, D = q.shape
+    width = _width(keys, blocks, block_size)
+    if visible is None:
+        visible = mx.full((L,), keys.shape[1], dtype=mx.int32)
+    visible = visible.astype(mx.int32)
+    split = isinstance(keys, SplitRows)
+    old, recent, base = keys if split else (keys, keys, visible)
+    return {
+        "inputs": [q, weights, old, recent, base, visible, blank(1, 1, 8) if blocks is None else blocks],
+        "template": [
+            *[("HEADS", -(-H // 8) * 8), ("D", D), ("ROWS", rows), ("SPLIT", split)],
+            *[("BLOCK", 0 if blocks is None else block_size), ("FACTOR_BITS", float_bits(factor))],
+        ],
+        "grid": (B * -(-L // rows) * -(-width // _COLUMNS) * 256, 1, 1),
+        "threadgroup": (256, 1, 1),
+        "output_shapes": [(B, L, width)],
+        "output_dtypes": [mx.float32],
+    }
 
 
 def index_scores_ref(

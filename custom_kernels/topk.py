@@ -28,10 +28,10 @@ from ._case import Case
 from ._kernel import Kernel, blank
 from ._switches import enabled
 
-_MOST = 2048  # the largest k of the kernel: what a chunk keeps must be far below its size
-_CHUNK = 1 << 14  # scores of a threadgroup
+MOST = 2048  # the largest k of the kernel: what a chunk keeps must be far below its size
+CHUNK = 1 << 14  # scores of a threadgroup
 # Simdgroups of a threadgroup and keys of a thread, by the scores that they hold; three instances cover all rows.
-_SHAPES = ((1024, 4, 8), (4096, 16, 8), (_CHUNK, 16, 32))
+_SHAPES = ((1024, 4, 8), (4096, 16, 8), (CHUNK, 16, 32))
 
 _topk_kernel = Kernel(
     "topk",
@@ -63,9 +63,9 @@ def top_k(scores: mx.array, k: int, blocks: mx.array | None = None, *, block_siz
             " for each entry of the listed blocks; pass the list that the scores were made with."
         )
     width = min(k, n)
-    if scores.size == 0 or width > _MOST or scores.dtype != mx.float32 or not enabled("topk"):
+    if scores.size == 0 or width > MOST or scores.dtype != mx.float32 or not enabled("topk"):
         return top_k_ref(scores, k, blocks, block_size=block_size)
-    return _select(scores, width, n, blocks=blocks, block_size=block_size)
+    return select(scores, width, n, blocks=blocks, block_size=block_size)
 
 
 def top_k_groups(scores: mx.array, visible: mx.array, k: int, *, size: int) -> mx.array:
@@ -83,9 +83,9 @@ def top_k_groups(scores: mx.array, visible: mx.array, k: int, *, size: int) -> m
             " [batch, rows, entries], one bound for each row and a size of 1 or more; correct the call."
         )
     width = min(k, -(-n // size))
-    if scores.size == 0 or width > _MOST or size == 1 or scores.dtype != mx.float32 or not enabled("topk"):
+    if scores.size == 0 or width > MOST or size == 1 or scores.dtype != mx.float32 or not enabled("topk"):
         return top_k_groups_ref(scores, visible, k, size=size)
-    return _select(scores, width, -(-n // size), visible=visible.astype(mx.int32), group=size)
+    return select(scores, width, -(-n // size), visible=visible.astype(mx.int32), group=size)
 
 
 def _check(scores: mx.array, k: int) -> None:
@@ -93,7 +93,7 @@ def _check(scores: mx.array, k: int) -> None:
         raise ValueError(f"top-k got k = {k} and scores {scores.shape}, expected k >= 1 and rows; correct the call.")
 
 
-def _select(
+def select(
     scores: mx.array,
     k: int,
     elements: int,
@@ -102,16 +102,17 @@ def _select(
     block_size: int = 0,
     visible: mx.array | None = None,
     group: int = 1,
+    listed: mx.array | None = None,
 ) -> mx.array:
-    """The launches: chunks of the row until one threadgroup holds what is left."""
+    """The launches: chunks of the row until one threadgroup holds what is left. `listed`: int32 [rows, elements], the
+    elements to choose from, where another launch has chosen them."""
     *leading, n = scores.shape
     rows = prod(leading)
     bits = scores.reshape(rows, n).view(mx.uint32)
     none, no_bounds = blank(1, 8), blank(8)  # where the kernel reads no list or no bounds
-    listed = None
     while True:
-        chunks = -(-elements // _CHUNK)
-        simdgroups, per_thread = next(s[1:] for s in _SHAPES if min(elements, _CHUNK) <= s[0])
+        chunks = -(-elements // CHUNK)
+        simdgroups, per_thread = next(s[1:] for s in _SHAPES if min(elements, CHUNK) <= s[0])
         mapped = blocks is not None and chunks == 1
         listed = _topk_kernel(
             inputs=[

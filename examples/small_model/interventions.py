@@ -13,7 +13,9 @@ from unittest import mock
 import mlx.core as mx
 from mlx import nn
 
+from mlx_ds4.custom_kernels import index_topk
 from mlx_ds4.custom_kernels._rows import ring_ref
+from mlx_ds4.custom_kernels._switches import disable
 from mlx_ds4.custom_kernels.hyper_connection import coefficients
 from mlx_ds4.custom_kernels.quant_matmul import quant_matmul_group
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
@@ -56,14 +58,14 @@ def random_indexer(model: Model, seed: int = 0) -> Iterator[None]:
     """Rows are selected by chance among the visible ones (and, as before, within the candidate blocks)."""
     key = mx.random.key(seed)
 
-    def scores(*inputs, **options):
+    def index_scores(*inputs, **options):
         nonlocal key
         real = _index_scores(*inputs, **options)
         key, own = mx.random.split(key)
         return mx.where(real > -mx.inf, mx.random.uniform(shape=real.shape, key=own), real)
 
-    _index_scores = indexer.index_scores
-    with mock.patch.object(indexer, "index_scores", scores):
+    _index_scores = index_topk.index_scores
+    with mock.patch.object(index_topk, "index_scores", index_scores), disable("index_topk"):
         yield
 
 

@@ -9,8 +9,8 @@ from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels._cuda_cache import settle
 from mlx_ds4.custom_kernels._rows import Rows, SplitRows
 from mlx_ds4.custom_kernels.cache_entry import cache_entry
-from mlx_ds4.custom_kernels.index_score import index_scores
-from mlx_ds4.custom_kernels.topk import top_k, top_k_groups
+from mlx_ds4.custom_kernels.index_topk import index_top_k
+from mlx_ds4.custom_kernels.topk import top_k_groups
 from mlx_ds4.memory import TILE_SCORES
 
 from .linear import Linear
@@ -72,8 +72,9 @@ class Indexer(nn.Module):
         for start in range(0, step.length, tile):
             rows = slice(start, start + tile)
             listed = None if candidates is None else candidates[:, rows]
-            scores = self.scores(q[:, rows], weights[:, rows], keys, visible[rows], listed)
-            selections.append(top_k(scores, c.index_topk, listed, block_size=size))
+            counts = step.tickets() if step.short else None
+            scores, chosen = self.select(q[:, rows], weights[:, rows], keys, visible[rows], listed, counts)
+            selections.append(chosen)
             if self._publishes and bounded:
                 blocks.append(top_k_groups(scores, visible[rows], c.candidate_topk_blocks, size=size))
             if start + tile < step.length:
@@ -83,16 +84,16 @@ class Indexer(nn.Module):
         if blocks:
             step.candidates = _joined(blocks)
 
-    def scores(
-        self, q: mx.array, weights: mx.array, keys: Rows, visible: mx.array, candidates: mx.array | None
-    ) -> mx.array:
-        """From queries and raw head weights: scores float32 [B, L, S], -inf where hidden;
-        or [B, L, n] of the entries of the candidate blocks only."""
+    def select(
+        self, q: mx.array, weights: mx.array, keys: Rows, visible: mx.array, candidates: mx.array | None,
+        counts: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:  # fmt: skip
+        """From queries and raw head weights: scores float32 [B, L, S], -inf where hidden, or [B, L, n] of the entries
+        of the candidate blocks only; and the chosen entries. `counts`: `step.tickets()`, of a short step."""
         c = self._config
-        factor = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-        return index_scores(
-            q, weights, keys, visible, candidates,
-            block_size=c.candidate_block_size, factor=factor, bf16=self.bf16_scores,
+        return index_top_k(
+            q, weights, keys, visible, candidates, k=c.index_topk, block_size=c.candidate_block_size,
+            factor=c.index_head_dim**-0.5 * c.index_n_heads**-0.5, bf16=self.bf16_scores, counts=counts,
         )  # fmt: skip
 
 

@@ -36,17 +36,18 @@ _TYPES = {
 }
 
 
-def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0, *, backward: bool = False) -> list[mx.array]:
-    """One launch of a kernel with a CUDA body; `call` as `Launch.call` holds it. Outputs start as NaN bytes. Inputs of
-    float16 start `halves_at` bytes behind a multiple of 16, as those of a slice may. `backward`: from the last block to
-    the first. Raises ValueError where the launch leaves an input other than it was."""
+def launch(kernel, inputs: list[mx.array], call: dict, halves_at: int = 0, *, step: int = 1) -> list[mx.array]:
+    """One launch of a kernel with a CUDA body; `call` as `Launch.call` holds it. Outputs start as NaN, or as a number
+    that no index is. Inputs of float16 start `halves_at` bytes behind a multiple of 16, as those of a slice may. Each
+    block is `step` behind the one before, around the grid: -1 is from the last to the first. Raises ValueError where
+    the launch leaves an input other than it was."""
     arrays = [_placed(np.array(x.view(mx.uint8)), halves_at * (x.dtype == mx.float16)) for x in inputs]
     outputs = [
-        np.full(int(np.prod(shape)) * dtype.size, 0xFF, dtype=np.uint8)
+        np.full(int(np.prod(shape)) * dtype.size, 0x7F if mx.issubdtype(dtype, mx.integer) else 0xFF, dtype=np.uint8)
         for shape, dtype in zip(call["output_shapes"], call["output_dtypes"], strict=True)
     ]
     library = _build(_source(kernel, inputs, call))
-    entry, ctypes.c_int.in_dll(library, "blocks_backward").value = library.run, backward
+    entry, ctypes.c_int.in_dll(library, "block_step").value = library.run, step
     shapes = [np.array(x.shape, dtype=np.int32) for x in inputs]
     everything = (*arrays, *outputs, *shapes)
     pointers = (ctypes.c_void_p * len(everything))(*(a.ctypes.data for a in everything))

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "../emulator/runtime/stack_switch.h"
@@ -20,9 +21,12 @@
 using std::max;
 using std::min;
 
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
 struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
 struct uint4 { unsigned x, y, z, w; };
+static int2 make_int2(int x, int y) { return {x, y}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -72,6 +76,7 @@ static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+static int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 static int __ffsll(unsigned long long x) { return __builtin_ffsll((long long)x); }
 template <class T>
 static T __ldg(const T* p) { return *p; }
@@ -131,14 +136,16 @@ static void run_block(int threads) {
   for (Fiber& f : fibers)
     if (f.wait != DONE) fprintf(stderr, "cuda_host: threads wait for one another at different places\n"), abort();
 }
-// CUDA promises no order of blocks.
-extern "C" int blocks_backward = 0;
+// CUDA promises no order of blocks: each is so many behind the one before, around the grid.
+extern "C" int block_step = 1;
 static void run_grid(int x, int y, int z, int threads, std::function<void()> body) {
   thread_body = body;
   blockDim = {threads, 1, 1};
   gridDim = {x, y, z};
-  for (int i = 0; i < x * y * z; i++) {
-    const int at = blocks_backward ? x * y * z - 1 - i : i;
+  const int count = x * y * z;
+  int step = block_step;
+  while (std::gcd(step, count) != 1) step++;  // so that all are met
+  for (int i = 0, at = step > 0 ? 0 : count - 1; i < count; i++, at = ((at + step) % count + count) % count) {
     blockIdx = {at % x, at / x % y, at / x / y};
     run_block(threads);
   }

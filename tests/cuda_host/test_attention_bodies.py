@@ -120,7 +120,7 @@ def test_attention_of_few_rows_however_it_is_split(few_rows, monkeypatch, rows, 
         (item,) = launches
         assert item.kernel.name == "sparse_attention_few" and item.inputs[-1] is tickets
         # Which leaves the tickets as they were: launch() looks.
-        got += [launch(item.kernel, item.inputs, item.call, backward=backward)[0] for backward in (False, True)]
+        got += [launch(item.kernel, item.inputs, item.call, step=step)[0] for step in (1, -1)]
     monkeypatch.setattr(_kernel, "block_bytes", lambda: 99 << 10)
     want = run(functools.partial(attend, turn_queries=True))
     for one in got:

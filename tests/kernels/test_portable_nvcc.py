@@ -17,12 +17,14 @@ from mlx_ds4.custom_kernels import (
     _expand_cuda,
     _expert_tile_cuda,
     _hyper_cuda,
+    _index_topk_cuda,
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
     _shared_routed_cuda,
     _tiles_cuda,
     hyper_connection,
+    index_topk,
     sparse_attention,
     step_values,
 )
@@ -267,6 +269,16 @@ def attention_of_few_rows() -> None:
         attend([(rows, lists), (parts, lists)], turn=turn, turn_queries=True)
 
 
+def selection_with_scores() -> None:
+    """Whole rows and lists, keys in one and in two parts."""
+    q, weights = mx.zeros((1, 1, 32, 128), dtype=mx.bfloat16), mx.zeros((1, 1, 32), dtype=mx.bfloat16)
+    blocks, counts = mx.zeros((1, 1, 20), dtype=mx.int32), mx.zeros(TICKETS, dtype=mx.int32)
+    rows = mx.zeros((1, 600, 128), dtype=mx.bfloat16)
+    for keys in (rows, SplitRows(rows, rows, mx.zeros(1, dtype=mx.int32))):
+        for listed in (None, blocks):
+            index_topk.index_top_k(q, weights, keys, None, listed, k=512, block_size=8, counts=counts)
+
+
 @pytest.mark.slow
 def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     launches: list[Launch] = []
@@ -276,11 +288,13 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
         return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
 
     monkeypatch.setattr(Kernel, "_launch", node)  # nothing of it is ever run
-    monkeypatch.setattr(sparse_attention, "enabled", lambda family: True)
-    monkeypatch.setattr(sparse_attention, "backend", lambda: "cuda")
+    for module in (sparse_attention, index_topk):
+        monkeypatch.setattr(module, "enabled", lambda family: True)
+        monkeypatch.setattr(module, "backend", lambda: "cuda")
     with watch_launches(launches.append):
         bodies_for_cuda_alone()
         attention_of_few_rows()
+        selection_with_scores()
         numbers = step_values.in_pairs([0, 0])
         step_values.step_values(numbers, mx.zeros((9, 4), dtype=mx.int32), *[mx.ones(8)] * 2, width=3, slots=5)
     kinds = {(x.kernel.name, *(i.dtype for i in x.inputs), *x.call["template"]): x for x in launches}
@@ -291,14 +305,16 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
     texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER, _tiles_cuda.HEADER.removeprefix(_tiles_cuda.PTX)]
     texts.append(_dense_few_cuda.HEADER)
-    # Both have Metal's names and the functions of the coefficients, each in a namespace of its own here.
+    # These have Metal's names, and two of them the functions of the coefficients, each in a namespace of its own here.
     finishing = [module._HEADER.removeprefix(_quant_group_cuda.HEADER) for module in (_shared_routed_cuda, _enter_cuda)]
+    finishing.append(_index_topk_cuda.HEADER.removeprefix(_tiles_cuda.HEADER))
     texts += [header.replace("ds4_metal", f"ds4_metal{i}") for i, header in enumerate(finishing)]
     for i, launch in enumerate(kinds.values()):
         kernel = launch.kernel
         text = function(kernel, launch, f"k{i}", kernel.cuda_text()[1])
         if kernel.cuda_header not in heads:
-            head = finishing.index(kernel.cuda_header.removeprefix(_quant_group_cuda.HEADER))
+            base = _tiles_cuda.HEADER if kernel.family == "index_topk" else _quant_group_cuda.HEADER
+            head = finishing.index(kernel.cuda_header.removeprefix(base))
             text = text.replace("ds4_metal", f"ds4_metal{head}")
         if kernel.cuda_bounds:
             assert text.count("__global__ ") == 1

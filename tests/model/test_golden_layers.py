@@ -196,7 +196,7 @@ def test_index_scores(replays, which):
             if config.uses_candidates(layer):
                 candidates = replay.traces[phase][f"L{config.candidate_source_layer_id}.cand"]
             attn.indexer.bf16_scores = True
-            got = attn.indexer.scores(q, weights, keys, visible, candidates)[0]
+            got = attn.indexer.select(q, weights, keys, visible, candidates)[0][0]
             attn.indexer.bf16_scores = False
             if candidates is not None:
                 got = everywhere(got, candidates[0], want.shape[-1], config.candidate_block_size)
