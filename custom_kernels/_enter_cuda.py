@@ -74,6 +74,8 @@ _MATRIX = """matrix<F#, S#, W, MOST>(
 # unrolled loops do for one row. So loops stay loops, all warps share all rows, and reads of global memory come first.
 _FINISH = (
     f"""
+    bf16* const y0 = (bf16*)low;  // [M][C]
+    bf16* const y1 = y0 + (size_t)M * C;  // [M][D]
     if ({_MATRIX.replace("#", "0")} ||
         {_MATRIX.replace("#", "1")}) {{
       constexpr int GAINS = (C + D + 32 * W - 1) / (32 * W), PARTS = SG + D / 32;
@@ -95,10 +97,8 @@ _FINISH = (
       bf16* const held = (bf16*)rings + (2 * (C + D + M * (PARTS + 4)) + 7) / 8 * 8;  // [M][C], then [M][D]
 #pragma unroll 1
       for (int i = threadIdx.x; i < M * (C + D) / WORD; i += 32 * W) {  // 16 bytes, or a value
-        const int e = i * WORD;
-        const bf16* const from = e < M * C ? (const bf16*)y0 + e : (const bf16*)y1 + (e - M * C);
-        if (WORD == 8) copy16_async(held + e, from);
-        else *(volatile unsigned short*)(held + e) = *(const volatile unsigned short*)from;
+        if (WORD == 8) copy16_async(held + i * WORD, y0 + i * WORD);
+        else *(volatile unsigned short*)(held + i) = *(const volatile unsigned short*)(y0 + i);
       }
 #pragma unroll
       for (int i = 0; i < GAINS; i++)
@@ -170,7 +170,7 @@ def _make(count: int) -> Kernel:
     return Kernel(
         f"entry_matmul_{count}",
         ["x", *planes, "q_weight", "weight", "cosine", "sine", "into", "at", "tickets", *RIDER_INPUTS],
-        [*[f"y{i}" for i in range(count)], "qr", "ring", *RIDER_OUTPUTS],
+        ["low", *[f"y{i}" for i in range(2, count)], "qr", "ring", *RIDER_OUTPUTS],
         None,
         cuda_source=_quant_group_cuda.GROUP_SOURCE + _BEFORE + _FINISH + rest,
         cuda_header=_HEADER,
@@ -196,7 +196,7 @@ def takes(x: mx.array, weights: Sequence[_quant_group_cuda.Weight], dtypes: Sequ
 def products_and_entry(
     x, weights, dtypes, q_weight, cos, sin, kind: str, kv_weight, eps: float, sums: SiteSums, into, at, counts
 ) -> list[mx.array]:
-    """As `entry_matmul.products_and_entry`, for what `takes` allows: the products, qr, the ring, pre and mix."""
+    """As `entry_matmul.products_and_entry`, for what `takes` allows: the other products, qr, the ring, pre and mix."""
     call, blocks, each, warps = _quant_group_cuda.group_call(x, weights, dtypes)
     (C, D), (number, block) = (y[-1] for y in call["output_shapes"][:2]), KINDS[kind]
     M = x.shape[0] * x.shape[1]
@@ -206,7 +206,11 @@ def products_and_entry(
         *[("EPS_BITS", float_bits(eps)), ("ENTRY_BLOCKS", sum(each[:2]))],
         ("WORD", 8 if C % 8 == 0 else 1),
     ]
-    call["output_shapes"] += [call["output_shapes"][0], into.shape]
+    # The first two products go no further than the last block, and an output costs the host 2 us.
+    call["output_shapes"][:2] = [(M * (C + D),)]
+    call["output_shapes"] += [(*x.shape[:-1], C), into.shape]
+    call["output_dtypes"][:2] = [mx.bfloat16]
     call["output_dtypes"] += [mx.bfloat16] * 2
     blocks += ceil_div(M, warps) + ceil_div(into.size // 8, 32 * warps)
-    return _kernels[len(weights)](**sums.behind(call), grid=(blocks * 32 * warps, 1, 1), threadgroup=(32 * warps, 1, 1))
+    threads = 32 * warps
+    return _kernels[len(weights)](**sums.behind(call), grid=(blocks * threads, 1, 1), threadgroup=(threads, 1, 1))[1:]

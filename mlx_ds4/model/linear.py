@@ -143,7 +143,7 @@ def apply_and_enter(
         *entry,
         **options,
     )
-    found = iter(products[2:])
+    found = iter(products)
     rest = iter(apply_together(x, *[layer for layer in others if layer.rounds_input != rounds]))
     return *entered, [next(found if layer.rounds_input == rounds else rest) for layer in others]
 
