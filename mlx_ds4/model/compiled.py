@@ -2,11 +2,11 @@
 
 A pass over up to 8 rows runs as a chain of graphs. The first of a model with Engram embeds the tokens and runs the
 layers before Engram; it needs no number on the host, so the device works on it while the host still waits for the token
-that Engram must hash. Without Engram nothing waits. The next graphs have two layers and four, then come nine each: a
-graph is copied as a whole before any of it is evaluated, and the device would wait for that. Positions, bounds and
-slots are arrays, which the first graph unpacks from one array of the host or, on CUDA, makes from the position; so a
-graph serves every step of its shape (`StepShape`) and cache capacity. The arrays it makes are the rings and the recent
-rows, never the old ones.
+that Engram must hash. Without Engram nothing waits. The next graphs have one layer, two and four, then come nine each:
+a graph is copied as a whole before any of it is evaluated, and the device would wait for that; it takes longer for a
+layer than the host. Positions, bounds and slots are arrays, which the first graph unpacks from one array of the host
+or, on CUDA, makes from the position; so a graph serves every step of its shape (`StepShape`) and cache capacity. The
+arrays it makes are the rings and the recent rows, never the old ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 # Layers of the parts with which the device begins once the token's number is known, and of each behind them.
-FIRST, LAYERS = (2, 4), 9
+FIRST, LAYERS = (1, 2, 4), 9
 
 
 class CompiledSteps:
