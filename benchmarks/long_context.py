@@ -30,8 +30,9 @@ from mlx_ds4.bench_timing import decode_seconds, host_seconds, prefill_seconds, 
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.convert.official_config import released_config
 from mlx_ds4.convert.synthetic import tiny_config
-from mlx_ds4.custom_kernels.index_score import index_scores
-from mlx_ds4.custom_kernels.topk import top_k, top_k_groups
+from mlx_ds4.custom_kernels._kernel import tickets
+from mlx_ds4.custom_kernels.index_topk import index_top_k
+from mlx_ds4.custom_kernels.topk import top_k_groups
 from mlx_ds4.machine import machine
 from mlx_ds4.model.model import Model
 from mlx_ds4.random_model import fill_cache, random_model, scheduled_config
@@ -73,26 +74,27 @@ def scores(config: ModelConfig, sizes: Sequence[int]) -> Iterator[dict[str, Any]
     for count in sizes:
         keys = mx.random.normal((1, count, c.index_head_dim)).astype(mx.bfloat16)
         visible = mx.array([count], dtype=mx.int32)
+        arrays = [q, weights, keys, visible, tickets()]
 
-        def owner(q, weights, keys, visible):
-            return [top_k(index_scores(q, weights, keys, visible), c.index_topk)]
+        def owner(q, weights, keys, visible, counts):
+            return [index_top_k(q, weights, keys, visible, k=c.index_topk, counts=counts)[1]]
 
-        def source(q, weights, keys, visible):
-            found = index_scores(q, weights, keys, visible)
-            return [top_k(found, c.index_topk), top_k_groups(found, visible, blocks, size=size)]
+        def source(q, weights, keys, visible, counts):
+            found, chosen = index_top_k(q, weights, keys, visible, k=c.index_topk, counts=counts)
+            return [chosen, top_k_groups(found, visible, blocks, size=size)]
 
-        def restricted(q, weights, keys, visible, listed):
-            found = index_scores(q, weights, keys, visible, listed, block_size=size)
-            return [top_k(found, c.index_topk, listed, block_size=size)]
+        def restricted(q, weights, keys, visible, counts, listed):
+            options = {"k": c.index_topk, "block_size": size, "counts": counts}
+            return [index_top_k(q, weights, keys, visible, listed, **options)[1]]
 
-        seconds = chained(owner, [q, weights, keys, visible])
+        seconds = chained(owner, arrays)
         yield {"figure": "score and select", "keys": count, "us": round(seconds * 1e6, 1),
                "key_gb_per_s": round(keys.nbytes / seconds / 1e9, 1)}  # fmt: skip
         if count > blocks * size:  # below, every block is a candidate and the list is not used
-            seconds = chained(source, [q, weights, keys, visible])
+            seconds = chained(source, arrays)
             yield {"figure": "score, select, publish candidates", "keys": count, "us": round(seconds * 1e6, 1)}
-            listed = source(q, weights, keys, visible)[1]
-            seconds = chained(restricted, [q, weights, keys, visible, listed])
+            listed = source(*arrays)[1]
+            seconds = chained(restricted, [*arrays, listed])
             yield {"figure": "score and select in candidates", "keys": count, "us": round(seconds * 1e6, 1)}
 
 
