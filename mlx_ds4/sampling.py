@@ -71,6 +71,11 @@ class Sampler:
             raise ValueError(f"seed is {seed!r}, but must be an integer in [0, 2**64); choose another.")
         self._key = mx.random.key(seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the best token, so that draws do not depend on one another."""
+        return self._settings[0] == 0
+
     def __call__(self, logprobs: mx.array) -> mx.array:
         check_logits(logprobs)
         return self.lazy(logprobs)
@@ -78,7 +83,7 @@ class Sampler:
     def lazy(self, logprobs: mx.array) -> mx.array:
         """Draws without looking at the values; for a row that is no distribution the token is arbitrary but
         inside the vocabulary."""
-        if self._settings[0] == 0:
+        if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         weights = _log_weights(logprobs, *self._settings)
         self._key, key = mx.random.split(self._key)

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -165,6 +165,7 @@ class _Run:
         self.config = model.config
         self.model, self.drafter, self.cache = model, drafter, cache
         self.sampler, self.processors = sampler, processors
+        self.greedy = not processors and (sampler is None or getattr(sampler, "greedy", False))
 
     def __call__(self, tokens: mx.array, cache, last_only: bool = False, **options: int | bool) -> mx.array:
         """The model as `generate_step` drives it, with the taps of every pass that has some handed on."""
@@ -194,8 +195,10 @@ class _Run:
             with whole_call():
                 logits, taps = self.model.forward(mx.array([[said[-1], *drafts]]), self.cache)
             mx.async_eval(logits, [layer.state for layer in self.cache])
+            # Greedy tokens do not depend on those before them: the host waits for the device once, not for each.
+            greedy = _greedy(logits[0], start) if self.greedy else None
             for row, draft in enumerate([*drafts, None]):
-                token, logprobs = self._draw(said, logits[:, row], start + row)
+                token, logprobs = next(greedy) if greedy else self._draw(said, logits[:, row], start + row)
                 kept += token == draft
                 yield token, logprobs, token == draft
                 if token != draft:
@@ -231,3 +234,17 @@ class _Run:
                     stacklevel=2,
                 )
         return None
+
+
+def _greedy(logits: mx.array, start: int) -> Iterator[tuple[int, mx.array]]:
+    """Greedy tokens and logprobs of logits [L, V], whose first row follows the text at position `start`."""
+    logits = logits.astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    # In pairs, which the host reads where they lie; more than eight bytes MLX moves first on CUDA.
+    pairs = [mx.argmax(logprobs[row : row + 2], axis=-1) for row in range(0, len(logits), 2)]
+    bad = mx.isnan(logprobs).any()
+    mx.eval(pairs, logprobs, bad)
+    for row, token in enumerate(token for pair in pairs for token in pair.tolist()):
+        if bad.item():
+            check_logits(logits[row : row + 1], where=f"position {start + row}")
+        yield token, logprobs[row]

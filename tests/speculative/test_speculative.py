@@ -58,6 +58,7 @@ def test_greedy_tokens_are_those_of_serial_decoding(kind, count):
 
 
 SETTINGS = [
+    {"temp": 0.0},
     {"temp": 1.0},
     {"temp": 0.8, "top_p": 0.9},
     {"temp": 1.3, "top_k": 5},
