@@ -21,6 +21,7 @@ from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
 from mlx_ds4.custom_kernels._cuda_cache import compiling, together
+from mlx_ds4.custom_kernels._managed import send
 from mlx_ds4.custom_kernels.step_values import in_pairs, launches
 
 from .step import Layout, Step, StepShape, on_device, unpack
@@ -64,19 +65,20 @@ class CompiledSteps:
         else:
             values = [step.packed(layout)]
         state, arrays, published, outputs, taps = [tokens, *values], {}, {}, [], []
-        mapped, records = None, {}
+        mapped = read = None
         for part, (first, end) in enumerate(parts := _parts(model)):
             if part > 0:
                 self._forget_if_changed(part)
             if part == 1 and hashed:
-                mapped, records = model.fetch(model.checked_ids(tokens) if ids is None else ids, cache)
+                mapped, read = model.reader(model.checked_ids(tokens) if ids is None else ids, cache)
             ends = part + 1 == len(parts)
             key = (part, shape, ends and last_only, made_there, sent)
             if key not in self._graphs:
                 self._hold(part, parts)
                 self._graphs[key] = mx.compile(self._part(parts, part, shape, layout, last_only, made_there, sent))
             inputs = [layer.inputs for layer in cache[first:end]]
-            own = {layer: table for layer, table in records.items() if first <= layer < end}
+            # Records of a later layer are read from disk while the device works on the layers before it.
+            own = {layer: send(read(layer)) for layer in model.config.engram_layer_ids if first <= layer < end}
             state, unpacked, published, made, some = self._graphs[key](state, arrays, inputs, own, published)
             if not ends and not compiling():
                 mx.async_eval(state, unpacked, made)

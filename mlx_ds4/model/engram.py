@@ -6,6 +6,7 @@ come from a row source that reads them by offset, so the tables never enter memo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,9 +46,9 @@ class EngramHash:
         """
         size = len(self.multipliers)
         heads = len(self.primes) // (size - 1)
-        offsets = np.concatenate([[0], np.cumsum(self.primes)[:-1]])
-        short = max(0, count + size - 1 - ids.shape[1])
-        ids = np.pad(ids.astype(np.int64), [(0, 0), (short, 0)], constant_values=DEAD)
+        short = count + size - 1 - ids.shape[1]
+        if short > 0:
+            ids = np.concatenate([np.full((ids.shape[0], short), DEAD), ids], axis=1)
         dead = np.zeros((ids.shape[0], count), dtype=bool)
         rows, mixed = [], None
         for back in range(size):
@@ -58,8 +59,13 @@ class EngramHash:
             mixed = product if mixed is None else mixed ^ product
             if back:
                 columns = slice((back - 1) * heads, back * heads)
-                rows.append(mixed[..., None] % self.primes[columns] + offsets[columns])
+                rows.append(mixed[..., None] % self.primes[columns] + self._offsets[columns])
         return np.concatenate(rows, axis=-1)
+
+    @functools.cached_property
+    def _offsets(self) -> np.ndarray:
+        """Where each column's rows begin in the table."""
+        return np.concatenate([[0], np.cumsum(self.primes)[:-1]])
 
 
 def engram_constants(config: ModelConfig) -> list[EngramHash]:

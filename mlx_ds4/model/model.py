@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -221,14 +221,21 @@ class Model(nn.Module):
     def fetch(self, ids: np.ndarray, cache: Cache) -> tuple[np.ndarray | None, dict[int, mx.array]]:
         """The mapped n-gram ids of a step, and its table records for every Engram layer: uint8
         [B, L, columns, D + D/32]."""
-        if self._token_map is None:
-            return None, {}
-        mapped = self._token_map[ids]
-        ids = mapped if cache.history is None else np.concatenate([cache.history, mapped], axis=1)
-        out = {}
-        for layer, (hashing, table) in self._engram.items():
-            out[layer] = mx.array(table.rows(hashing.row_numbers(ids, mapped.shape[1])))
-        return mapped, out
+        mapped, read = self.reader(ids, cache)
+        return mapped, {layer: read(layer) for layer in self._engram}
+
+    def reader(self, ids: np.ndarray, cache: Cache) -> tuple[np.ndarray | None, Callable[[int], mx.array]]:
+        """As `fetch`, with a function that reads the records of a layer when they are needed."""
+        mapped = known = None
+        if self._token_map is not None:
+            mapped = self._token_map[ids]
+            known = mapped if cache.history is None else np.concatenate([cache.history, mapped], axis=1)
+
+        def read(layer: int) -> mx.array:
+            hashing, table = self._engram[layer]
+            return mx.array(table.rows(hashing.row_numbers(known, ids.shape[1])))
+
+        return mapped, read
 
 
 @functools.lru_cache(maxsize=16)
