@@ -124,14 +124,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
 }
 __device__ __forceinline__ void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
 // 16 bytes, or zeros: then from any address of the array.
-__device__ __forceinline__ void copy16_async_or_zeros_to(u32 to, const void* from, bool present) {
+__device__ __forceinline__ void copy16_async_or_zeros(void* to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
-               : "r"(to), "l"(from), "r"(present ? 16 : 0)
+               : "r"(shared_address(to)), "l"(from), "r"(present ? 16 : 0)
                : "memory");
-}
-__device__ __forceinline__ void copy16_async_or_zeros(void* to, const void* from, bool present) {
-  copy16_async_or_zeros_to(shared_address(to), from, present);
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the newest GROUPS groups of this thread are there.

@@ -125,10 +125,9 @@ def sparse_attention(
         *[("TURN", cos.shape[-1] if turn else 0), ("TURN_QUERIES", turn_queries)],
         ("SCALE_BITS", float_bits(scale)),
     ]
-    entries = sum(index.shape[2] for _, index in sources)
-    few = B * L <= _sparse_attention_few_cuda.MOST and entries <= _sparse_attention_few_cuda.MOST_ENTRIES
-    if few and backend() == "cuda" and tickets is not None and _few_kernel.has_room:
-        return _attend_few(arrays, template, entries, tickets)
+    few = backend() == "cuda" and tickets is not None and B * L <= _sparse_attention_few_cuda.MOST
+    if few and _few_kernel.has_room:
+        return _attend_few(arrays, template, sum(index.shape[2] for _, index in sources), tickets)
     heads = _heads_of_group(B * L, H)
     return _sparse_attention_kernel(
         inputs=arrays,

@@ -25,7 +25,6 @@ struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
 struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 static int2 make_int2(int x, int y) { return {x, y}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -287,12 +286,9 @@ static void copy_async(u32 to, const void* from) {
   copies[threadIdx.x].push_back({at_shared(to), from, BYTES, groups[threadIdx.x]});
 }
 static void copy16_async(void* to, const void* from) { copy_async<16>(shared_address(to), from); }
-static void copy16_async_or_zeros_to(u32 to, const void* from, bool present) {
-  static const uint4 zeros = {};
-  copy_async<16>(to, present ? from : &zeros);
-}
 static void copy16_async_or_zeros(void* to, const void* from, bool present) {
-  copy16_async_or_zeros_to(shared_address(to), from, present);
+  static const uint4 zeros = {};
+  copy16_async(to, present ? from : &zeros);
 }
 static void commit_copies() { groups[threadIdx.x]++; }
 static void finish_copies(int below) {

@@ -88,7 +88,7 @@ def test_attention_of_few_rows_has_the_bits_of_many(few_rows, monkeypatch, width
     ("rows", "heads", "D", "entries"),
     [
         (1, 64, 64, 65),
-        (2, 3, 64, 1024),  # as many as it takes
+        (2, 3, 64, 1290),  # more than one softmax takes: three of them
         (1, 20, 128, 64),  # four heads of the second tile
         (2, 20, 256, 90),
         (1, 37, 512, 70),  # five of the second pair of tiles
@@ -112,9 +112,7 @@ def test_attention_of_few_rows_however_it_is_split(few_rows, monkeypatch, rows, 
     )
     few = functools.partial(attend, turn_queries=True, tickets=tickets)
     got = []
-    for split in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)):
-        if D // split[1] > 256:
-            continue  # wider than a slice may be
+    for split in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 4)):
         monkeypatch.setattr(_sparse_attention_few_cuda, "split", lambda *_, split=split: split)
         launches = []
         with watch_launches(launches.append):
@@ -130,16 +128,15 @@ def test_attention_of_few_rows_however_it_is_split(few_rows, monkeypatch, rows, 
 
 
 def test_attention_of_few_rows_without_entries(few_rows):
-    """Zeros; and without tickets, or with more entries than it takes, the body for many rows."""
+    """Zeros; and without tickets the body for many rows."""
     q, rows = mx.ones((1, 2, 4, 64), dtype=mx.bfloat16), mx.full((1, 3, 64), float("nan"), dtype=mx.bfloat16)
     index = mx.array([[[-1, 3, 1 << 30] * 30, [-7, 5, -1] * 30]], dtype=mx.int32)
-    many = mx.concatenate([index] * 12, axis=2)  # 1,080 entries
     names = []
-    for some, tickets in ((index, _kernel.tickets()), (index, None), (many, _kernel.tickets())):
-        attend = functools.partial(sparse_attention.sparse_attention, q, [(rows, some)], mx.zeros((4,)), scale=0.1)
+    for tickets in (_kernel.tickets(), None):
+        attend = functools.partial(sparse_attention.sparse_attention, q, [(rows, index)], mx.zeros((4,)), scale=0.1)
         with watch_launches(lambda item: names.append(item.kernel.name)):
             assert not mx.any(attend(tickets=tickets))
-    assert names == ["sparse_attention_few", *["sparse_attention"] * 2]
+    assert names == ["sparse_attention_few", "sparse_attention"]
 
 
 @pytest.mark.parametrize("few", [False, True])
