@@ -21,7 +21,6 @@ from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
 from mlx_ds4.custom_kernels._cuda_cache import compiling, together
-from mlx_ds4.custom_kernels._managed import send
 from mlx_ds4.custom_kernels.step_values import in_pairs, launches
 
 from .step import Layout, Step, StepShape, on_device, unpack
@@ -78,7 +77,7 @@ class CompiledSteps:
                 self._graphs[key] = mx.compile(self._part(parts, part, shape, layout, last_only, made_there, sent))
             inputs = [layer.inputs for layer in cache[first:end]]
             # Records of a later layer are read from disk while the device works on the layers before it.
-            own = {layer: send(read(layer)) for layer in model.config.engram_layer_ids if first <= layer < end}
+            own = {layer: read(layer) for layer in model.config.engram_layer_ids if first <= layer < end}
             state, unpacked, published, made, some = self._graphs[key](state, arrays, inputs, own, published)
             if not ends and not compiling():
                 mx.async_eval(state, unpacked, made)
