@@ -191,6 +191,22 @@ def test_growing_rows_keep_their_content():
     assert mx.array_equal(gather(rows.split, index), want)
 
 
+def test_places_of_all_owners_agree(nano, sequence):
+    """Behind prompts, steps and rewinds; what a step is told of a ratio holds for all of its layers."""
+    _, cache = run(nano, sequence[:24], [11, 1, 6, 1, 5])
+    for count in (0, 3):
+        cache.trim(count)
+        owned = {layer: cache[layer].compressed for layer in nano.config.kv_source_layer_ids}
+        places = cache.places()
+        assert places == {nano.config.ratio(layer): rows.places for layer, rows in owned.items()}
+        for layer, rows in owned.items():
+            rows.begin(1, 1)
+            assert [mark.tolist() for mark in rows.marks] == [[place] for place in places[nano.config.ratio(layer)]]
+    next(iter(owned.values())).length += 1
+    with pytest.raises(RuntimeError, match="holds other rows than its cache"):
+        cache.places()
+
+
 def test_trace_names_every_layer(nano):
     trace = nano.trace(golden("nano", "e2e")["A5.ids"][None])
     assert trace["logits"].shape == (1, 5, nano.config.vocab_size)
