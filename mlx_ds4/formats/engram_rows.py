@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_ds4.formats.gguf import GGUFFile
 from mlx_ds4.formats.gguf_header import FormatError
+from mlx_ds4.formats.parallel_reads import read_all
 from mlx_ds4.formats.quant_blocks import find_bad_engram_rows
 from mlx_ds4.formats.safetensors import SafetensorsFolder
 
@@ -71,10 +72,15 @@ class OfficialEngramRows(EngramRows):
 
     def _read(self, ids: np.ndarray) -> np.ndarray:
         out = np.empty((len(ids), self.row_bytes), np.uint8)
-        for place, row in enumerate(ids.tolist()):
-            for name, start, size in (
-                (self.name, 0, self._codes_bytes),
-                (self._scales, self._codes_bytes, self._scale_bytes),
-            ):
-                out[place, start : start + size] = self._folder.read(name, row * size, (row + 1) * size)
+
+        def read(name: str, row: int, part: np.ndarray) -> None:
+            part[:] = self._folder.read(name, row * len(part), (row + 1) * len(part))
+
+        parts = ((self.name, slice(self._codes_bytes)), (self._scales, slice(self._codes_bytes, None)))
+        rows = list(zip(ids.tolist(), out, strict=True))
+
+        def hint(name: str, row: int, part: np.ndarray) -> None:
+            self._folder.hint(name, row * len(part), (row + 1) * len(part))
+
+        read_all(read, hint, [(name, row, record[part]) for name, part in parts for row, record in rows])
         return out

@@ -94,8 +94,8 @@ class SpanRows(EngramRows):
         start = 0
         for span, file in self._files:
             rows = np.empty((len(ids), span.width), np.uint8)
-            for place, row in enumerate(ids.tolist()):
-                file.read_into(span.offset + row * span.width, rows[place])
+            offsets = [span.offset + row * span.width for row in ids.tolist()]
+            file.read_all(list(zip(offsets, rows, strict=True)))
             out[:, start : start + span.width] = rows
             start += span.width
         return out

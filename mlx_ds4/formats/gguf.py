@@ -153,8 +153,7 @@ class GGUFFile:
     def _fill(self, wanted: list[tuple[int, np.ndarray]]) -> None:
         try:
             self._source.check_unchanged()
-            for offset, out in wanted:
-                self._source.read_into(offset, out)
+            self._source.read_all(wanted)
         except FormatError as error:
             raise self._error(str(error)) from None
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mlx_ds4.formats.gguf_header import FormatError
+from mlx_ds4.formats.parallel_reads import read_all, will_read
 
 _CHUNK = 1 << 30  # macOS and Linux cap one read below 2 GiB
 _PIECE = re.compile(r"(.*)\.part([1-9]\d{0,3})", re.DOTALL)
@@ -115,6 +117,16 @@ class ByteSource:
                 done += got
         if done < len(view):
             raise FormatError(f"byte {offset + done} was asked for, the file has {self.size}: ask for less")
+
+    def read_all(self, wanted: Sequence[tuple[int, np.ndarray]]) -> None:
+        """`read_into` of every (offset, out), which the disk may work on together."""
+        read_all(self.read_into, self._hint, wanted)
+
+    def _hint(self, offset: int, out: np.ndarray) -> None:
+        for piece in self.pieces:
+            begin, end = max(offset, piece.start), min(offset + len(out), piece.stop)
+            if begin < end:
+                will_read(piece.handle, begin - piece.start, end - begin)
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset` on; errors as in `read_into`."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_ds4.formats.atomic_file import atomic_file
 from mlx_ds4.formats.gguf_header import FormatError
+from mlx_ds4.formats.parallel_reads import will_read
 
 # dtype of a header -> bytes of an element
 DTYPE_BYTES = {
@@ -181,6 +182,11 @@ class SafetensorsFolder:
                 raise FormatError(f"{info.file}: ends inside tensor {name}: the file changed while it was read")
             done += count
         return out
+
+    def hint(self, name: str, start: int, stop: int) -> None:
+        """Tells the system that these bytes of a tensor will be read; where `TAKES_HINTS`."""
+        info = self.tensors[name]
+        will_read(self._descriptors[info.file], info.offset + start, stop - start)
 
     def close(self) -> None:
         """Closes the files; reading is an error afterwards."""
