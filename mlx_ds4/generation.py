@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_ds4.machine import free_memory
 from mlx_ds4.memory import chunk_size
@@ -123,13 +124,17 @@ def token_limit(model, cache, prompt_size: int, max_tokens: int) -> int:
 def _steps(prompt, model, cache, limit, sample, sampled, processors, step_size, progress):
     total, start = prompt.size, cache.offset
     tail = total - model.config.replay_rows if cache.prefill_mode == "replay" else 0
-    history = prompt
+    history, ids = prompt, np.array(prompt)
+    announce = getattr(model, "announce", None)
     done = 0
     progress(done, total)
     while done < total:
         chunk = prompt[done : done + step_size]
         # Chunks that lie in the tail, and those of exact mode, run through all layers whole.
         skipped = {"decoder_rows": max(0, done + chunk.size - tail)} if done < tail else {}
+        if announce and done + chunk.size < total:  # the disk works on the next chunk while the device does on this one
+            following = min(step_size, total - done - chunk.size)
+            announce(ids[: done + chunk.size + following], following)
         with whole_call():
             logits = model(chunk[None], cache=cache, last_only=True, **skipped)
         done += chunk.size

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_ds4.admission import Admission
 from mlx_ds4.generation import cache_of_mode, generate_step, token_limit, whole_call, with_history
@@ -173,6 +174,11 @@ class _Run:
         if logits.shape[1]:
             self._guarded(self.drafter.observe, cache, taps)
         return logits
+
+    def announce(self, ids: np.ndarray, count: int) -> None:
+        """`Model.announce`."""
+        if announce := getattr(self.model, "announce", None):
+            announce(ids, count)
 
     def serial(self, tokens, count, processors, **kwargs):
         return generate_step(

@@ -6,7 +6,10 @@ come from a row source that reads them by offset, so the tables never enter memo
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +31,25 @@ class RowSource(Protocol):
     """Reads table records: int64 row numbers [..] -> uint8 [.., D + D/32] (codes, then scales)."""
 
     def rows(self, ids: np.ndarray) -> np.ndarray: ...
+
+
+class ReadAhead:
+    """Reads rows in the background and drops them: when a step asks for them, the system has them in memory."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def start(self, wanted: Sequence[tuple[RowSource, np.ndarray]]) -> None:
+        """Begins with these rows of these tables, unless an earlier call is still at work."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._read, args=(wanted,), name="engram", daemon=True)
+            self._thread.start()
+
+    @staticmethod
+    def _read(wanted: Sequence[tuple[RowSource, np.ndarray]]) -> None:
+        for table, numbers in wanted:
+            with contextlib.suppress(Exception):  # the step that asks for them will say it
+                table.rows(numbers)
 
 
 @dataclass(frozen=True)

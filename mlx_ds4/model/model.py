@@ -16,7 +16,7 @@ from mlx_ds4.custom_kernels._switches import backend, enabled
 from mlx_ds4.custom_kernels.hyper_connection import collapse_norm
 
 from .compiled import CompiledSteps
-from .engram import EngramHash, RowSource
+from .engram import EngramHash, ReadAhead, RowSource
 from .layer import Layer
 from .linear import BlockWeight, Linear
 from .norm import RMSNorm
@@ -56,6 +56,7 @@ class Model(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, out_dtype=mx.float32)
         self._token_map: np.ndarray | None = None
         self._engram: dict[int, tuple[EngramHash, RowSource]] = {}
+        self._read_ahead = ReadAhead()
         self._steps = CompiledSteps(self)
         # Whether steps of up to 8 rows run as compiled graphs: None leaves it to the device.
         self.compiled: bool | None = None
@@ -223,6 +224,15 @@ class Model(nn.Module):
         [B, L, columns, D + D/32]."""
         mapped, read = self.reader(ids, cache)
         return mapped, {layer: read(layer) for layer in self._engram}
+
+    def announce(self, ids: np.ndarray, count: int) -> None:
+        """Says that the last `count` of these token ids [n] will follow those before them: their table records are
+        read in the background, so that a later step with these tokens does not wait for the disk."""
+        if self._token_map is not None:
+            mapped = self._token_map[ids[-(count + self.config.engram_max_ngram_size - 1) :]][None]
+            self._read_ahead.start(
+                [(table, hash_.row_numbers(mapped, count)) for hash_, table in self._engram.values()]
+            )
 
     def reader(self, ids: np.ndarray, cache: Cache) -> tuple[np.ndarray | None, Callable[[int], mx.array]]:
         """As `fetch`, with a function that reads the records of a layer when they are needed."""
