@@ -11,9 +11,9 @@ arrays it makes are the rings and the recent rows, never the old ones.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -139,12 +139,11 @@ class CompiledSteps:
 
     def _forget_if_changed(self, part: int) -> None:
         """Forgets the graphs of a part, or behind a change to the first all of them."""
-        # Thousands of values at each step: a comparison of lists runs in C and looks at identity first. Other objects
-        # that are equal change no graph; arrays cannot say whether they are.
+        # Thousands of values at each step: compared by iterators that run in C. By identity: modules are dicts to
+        # Python, so two without parameters are equal whatever they do.
         views, held = self._held.get(part, ([], []))
-        with contextlib.suppress(ValueError):
-            if list(chain.from_iterable(views)) == held:
-                return
+        if sum(map(len, views)) == len(held) and all(map(is_, chain.from_iterable(views), held)):
+            return
         gone = [other for other in self._held if part in (0, other)]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
         self._held = {other: held for other, held in self._held.items() if other not in gone}

@@ -21,6 +21,7 @@ from mlx_ds4.model import compiled, indexer, layer, step
 from mlx_ds4.model import model as model_file
 from mlx_ds4.model.compiled import CompiledSteps
 from mlx_ds4.model.model import Model
+from mlx_ds4.model.norm import RMSNorm
 from mlx_ds4.random_model import cut_config, random_model
 from mlx_ds4.speculative import speculative_step
 from tests.golden_tools import manifest
@@ -129,7 +130,7 @@ def test_drafts_verified_by_graphs_give_the_serial_text(traced, sequence, kind, 
     assert_same_state(drafted, cache)
 
 
-@pytest.mark.parametrize("change", ["array", "module", "setting", "layer", "last"])
+@pytest.mark.parametrize("change", ["array", "module", "equal module", "setting", "layer", "last"])
 def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
     """As far as it has changed: behind the first part one alone."""
     model, shapes = traced
@@ -142,6 +143,11 @@ def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
         monkeypatch.setitem(model.norm, "weight", model.norm.weight * 2)
     elif change == "module":
         monkeypatch.setitem(model.layers[0].attn, "wo_b", model.layers[1].attn.wo_b)
+    elif change == "equal module":  # as dicts, which modules are
+        other = RMSNorm(model.config.hidden_size, 1.0)
+        other.weight = model.norm.weight
+        assert other == model.norm
+        monkeypatch.setitem(model, "norm", other)
     elif change == "layer":
         monkeypatch.setitem(model, "layers", [*model.layers[:-1], model.layers[-2]])
     elif change == "last":
