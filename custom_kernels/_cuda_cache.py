@@ -192,7 +192,8 @@ def _is_there(path: Path, function: str) -> bool:
 
 
 def write(path: Path, data: bytes, folder: Path) -> None:
-    """A file that is whole as soon as it has its name. `folder`, of the same disk, has room for a name besides it."""
+    """A file that is whole as soon as it has its name. `folder` is on the same disk: beside the file, where
+    `formats.atomic_file` writes, a name of 245 letters leaves no room for another, and threads would share it."""
     handle, partial = tempfile.mkstemp(prefix=".mlx_ds4-", dir=folder)
     try:
         with open(handle, "wb") as file:

@@ -174,8 +174,8 @@ class LayerCache:
         if self.compressed is not None:
             other.compressed, other.index_keys = copy.copy(self.compressed), copy.copy(self.index_keys)
             other.compressed.old, other.compressed.recent, other.index_keys.old, other.index_keys.recent = inputs[1:5]
-            other.compressed.bind(marks(self._ratio))
-            other.index_keys.bind(marks(self._ratio))
+            for rows in (other.compressed, other.index_keys):
+                rows.bind(marks(self._ratio))
         return other
 
     @property

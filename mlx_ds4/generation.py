@@ -124,7 +124,7 @@ def token_limit(model, cache, prompt_size: int, max_tokens: int) -> int:
 def _steps(prompt, model, cache, limit, sample, sampled, processors, step_size, progress):
     total, start = prompt.size, cache.offset
     tail = total - model.config.replay_rows if cache.prefill_mode == "replay" else 0
-    history, ids = prompt, np.array(prompt)
+    history = prompt
     announce = getattr(model, "announce", None)
     done = 0
     progress(done, total)
@@ -134,7 +134,7 @@ def _steps(prompt, model, cache, limit, sample, sampled, processors, step_size, 
         skipped = {"decoder_rows": max(0, done + chunk.size - tail)} if done < tail else {}
         if announce and done + chunk.size < total:  # the disk works on the next chunk while the device does on this one
             following = min(step_size, total - done - chunk.size)
-            announce(ids[: done + chunk.size + following], following)
+            announce(np.array(prompt[: done + chunk.size + following]), following)
         with whole_call():
             logits = model(chunk[None], cache=cache, last_only=True, **skipped)
         done += chunk.size
