@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_ds4.custom_kernels import _cuda_cache, _kernel, _switches
+from mlx_ds4.custom_kernels import _cuda_cache, _switches
 from mlx_ds4.custom_kernels._cuda_cache import Compiler, CudaKernel, compiling, settle, together
 from mlx_ds4.custom_kernels._cuda_text import function_name, kernel_text, module_name, module_path
 from mlx_ds4.custom_kernels._kernel import Kernel
@@ -391,44 +389,6 @@ def test_cuda_headers_are_looked_for_as_mlx_does(tmp_path, monkeypatch):
         wheel = tmp_path / "nvidia" / name / "include"
         wheel.mkdir(parents=True)
         assert _cuda_cache._cuda_include(package, major) == wheel
-
-
-# --- header files
-
-
-def test_two_processes_include_the_same_file(tmp_path):
-    code = "from mlx_ds4.custom_kernels._kernel import included; print(included('// long'), end='')"
-    environment = {**os.environ, "MLX_PTX_CACHE_DIR": str(tmp_path)}
-    run = [
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    ]
-    name = f"{hashlib.sha256(b'// long').hexdigest()[:16]}.h"
-    assert run[0] == run[1] == f'#include "{tmp_path / "mlx_ds4" / name}"\n'
-    assert files(tmp_path) == [name] and (tmp_path / "mlx_ds4" / name).read_text() == "// long"
-
-
-def test_a_header_file_of_other_content_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(_kernel, "_header_folder", lambda: tmp_path)
-    path = Path(_kernel.included.__wrapped__("// long").split('"')[1])
-    path.write_text("// not this")
-    before = _kernel.included.__wrapped__("// long")
-    assert before == f'#include "{path}"\n' and path.read_text() == "// long"
-    changed = path.stat().st_mtime_ns, path.stat().st_ino
-    _kernel.included.__wrapped__("// long")
-    assert changed == (path.stat().st_mtime_ns, path.stat().st_ino)  # a right one stays as it is
-
-
-def test_the_header_folder_is_ours(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    assert _cuda_cache.header_folder() == tmp_path / "mlx_ds4"
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    assert _cuda_cache.header_folder() is None
-    folder = _kernel._header_folder.__wrapped__()
-    assert folder.is_dir() and tmp_path not in folder.parents  # for this process alone
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
-    assert _cuda_cache.header_folder() is None
 
 
 # --- the tool
