@@ -45,7 +45,7 @@ struct Iq2Tables {
       }
     }
   };
-  u32 grid, signs, byte_t, power, low, upper;
+  u32 grid, signs, byte_t, power, low, ones;
   __device__ __forceinline__ explicit Iq2Tables(const unsigned char* tables) {
     const u32 lane = threadIdx.x & 31, t = lane & 3, table = shared_address(tables);
     grid = opaque(table + 8 * (lane & 15));
@@ -54,10 +54,10 @@ struct Iq2Tables {
     power = opaque(1u << (25 - 7 * t));
   }
   // Once the tables are there: constants that are the lane's own to the compiler, as the first word of signs, 0, is; it
-  // would move others into registers again and again, and make a shift of a product.
+  // would move others into registers again and again.
   __device__ __forceinline__ void begin() {
     low = read4_shared(signs) | LOW;
-    upper = read4_shared(signs) | 65536;
+    ones = read4_shared(signs) | 0x3f803f80;
   }
   // What the tables have of an octet.
   struct Found {
@@ -67,14 +67,19 @@ struct Iq2Tables {
   __device__ __forceinline__ Found look_up(u32 index, u32 rest) const {
     return {read8_shared(__byte_perm(index, grid, byte_t)), read4_shared(__byte_perm(rest * power, signs, 0x7634))};
   }
+  // The upper half of a word, in both, as a product of bfloat16 by 1: no two columns' nibbles are a NaN, an infinity or
+  // subnormal. A shift would go to the pipe of logic, which binds; the upper half of an integer product keeps that one
+  // waiting, too.
+  __device__ __forceinline__ u32 upper_half(u32 columns) const { return mul2_by_half(ones, columns, true); }
   __device__ __forceinline__ void values(u32 (&a)[4], const Found& found) const {
     const u32 first = found.entry.x ^ (found.signs & 0x20202020u), second = found.entry.y ^ (found.signs & 0x10101010u);
     a[0] = permute(low, FIRST_HIGH, first);
-    a[1] = permute(low, FIRST_HIGH, upper_product(first, upper, 0));  // shifted right by 16, by units with less to do
+    a[1] = permute(low, FIRST_HIGH, upper_half(first));
     a[2] = permute(low, SECOND_HIGH, second);
-    a[3] = permute(low, SECOND_HIGH, upper_product(second, upper, 0));
+    a[3] = permute(low, SECOND_HIGH, upper_half(second));
   }
-  // d (2 s + 1) / 8, exact, by way of 2^21 + s / 4: the highest four bits on top of a float whose last bit is 1/4.
+  // d (2 s + 1) / 8, exact, by way of 2^21 + s / 4: the highest four bits on top of a float whose last bit is 1/4. Written
+  // as a product, which becomes one instruction; as a shift it would be done early, where registers are short.
   static __device__ __forceinline__ float scale(float d, u32 rest) {
     return d * (__int_as_float(upper_product(rest, 16, 0x4a000000u)) - 2097151.875f);
   }
