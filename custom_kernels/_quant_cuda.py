@@ -35,6 +35,7 @@ _DENSE_FEW_SPLIT, _DENSE_FEW_UNEVEN = 2, 1.1
 _DENSE_FEW_FORMATS = ("Q8_0", "Q4_K", "Q2_K", "FP8")
 DOWN_WARPS = 4  # of a block
 _DOWN_BLOCKS = 6  # at a time on a multiprocessor
+_DOWN_ROUNDS = 2  # of them: with one, some multiprocessors have only long blocks, of experts
 _DOWN_HELD = 18688  # bytes of a block for activations, and the grid of IQ2_XXS: four rows of the model
 RING = 4608  # bytes of a warp's ring
 GATE_UP_SPLIT = 8  # parts of the width, whose sums are added up at the end
@@ -266,7 +267,7 @@ def down_call(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[t
     held = _DOWN_HELD - 4096 * ("IQ2_XXS" in (format, other[0]))
     template |= {"FS": FORMAT_IDS[other[0]], "SS": share, "HELD": held}
     template["HELD_ROWS"] = min(held // (2 * a.shape[-1] + 64), 8)  # 8 columns of a tile
-    blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_BLOCKS * SMS)
+    blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_ROUNDS * _DOWN_BLOCKS * SMS)
     blocks = max(blocks, chosen.size + 1)  # each has one part of one matrix
     inputs = [a, *planes_of(planes), chosen, values, *planes_of(other[1])]
     return inputs, list(template.items()), blocks, (chosen.size + rows * (mode == 2), C)

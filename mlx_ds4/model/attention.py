@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_ds4.cache import GrowingRows, LayerCache
 from mlx_ds4.config import ModelConfig
@@ -15,11 +14,12 @@ from mlx_ds4.custom_kernels.sparse_attention import sparse_attention
 from .compressor import Compressor
 from .indexer import Indexer
 from .linear import GroupedLinear, Linear, apply_and_enter, apply_and_expand, apply_together
+from .module import Module
 from .norm import RMSNorm
 from .step import Rotation, Step
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """One attention sublayer (architecture notes 5): x [B, L, C] normed and collapsed, the streams h [B, L, M, C] and
     the sums of its site -> the streams as the result expands them, and the site's `coefficients`."""
 

@@ -23,6 +23,7 @@ from mlx_ds4.cache import Cache, LayerCache
 from mlx_ds4.custom_kernels._cuda_cache import compiling, together
 from mlx_ds4.custom_kernels.step_values import in_pairs, launches
 
+from .module import Module
 from .step import Layout, Step, StepShape, on_device, unpack
 
 if TYPE_CHECKING:
@@ -35,16 +36,15 @@ FIRST, LAYERS = (1, 2, 4), 9
 class CompiledSteps:
     """The compiled graphs of one model, made when first needed.
 
-    A graph holds the weights that it was traced with, as constants. So before each graph the modules, arrays and
-    settings that it was traced with are compared with those there now, and it is made anew if one has been replaced:
-    part by part, because the device is at work from the first one on.
+    A graph holds the weights that it was traced with, as constants. So where a module may have changed, the modules,
+    arrays and settings that it was traced with are compared with those there now, and it is made anew if one has been
+    replaced: part by part, because the device is at work from the first one on.
     """
 
     def __init__(self, model: Model):
         self._model = model
         self._graphs: dict[tuple, Callable] = {}
-        # For each part live views of what the module tree holds there, and what it held when the graphs were traced.
-        self._held: dict[int, tuple[list[Collection], list[Any]]] = {}
+        self._held: dict[int, _Held] = {}  # for each part
 
     @together()  # CUDA kernels of graphs that are traced now compile side by side
     def __call__(
@@ -134,19 +134,51 @@ class CompiledSteps:
         if part not in self._held:
             mx.eval(self._model.parameters())  # a graph takes no pending arrays as constants
             layers, (first, end) = self._model.layers, parts[part]
-            views = list(_containers(layers[first:end]) if part else _containers(self._model, but=layers[end:]))
-            self._held[part] = views, list(chain.from_iterable(views))
+            self._held[part] = _Held(layers[first:end]) if part else _Held(self._model, but=layers[end:])
 
     def _forget_if_changed(self, part: int) -> None:
         """Forgets the graphs of a part, or behind a change to the first all of them."""
-        # Thousands of values at each step: compared by iterators that run in C. By identity: modules are dicts to
-        # Python, so two without parameters are equal whatever they do.
-        views, held = self._held.get(part, ([], []))
-        if sum(map(len, views)) == len(held) and all(map(is_, chain.from_iterable(views), held)):
+        if part not in self._held or self._held[part].unchanged():
             return
         gone = [other for other in self._held if part in (0, other)]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
         self._held = {other: held for other, held in self._held.items() if other not in gone}
+
+
+class _Held:
+    """What a part of a module tree holds when its graphs are traced."""
+
+    def __init__(self, root: Any, but: Collection[nn.Module] = ()):
+        self._changes = Module.changes
+        # Live views, and the values in them: of modules that count their changes, and of what else there is.
+        self._counted, self._others = _Views(), _Views()
+        for counts, view in _containers(root, but):
+            (self._counted if counts else self._others).add(view)
+
+    def unchanged(self) -> bool:
+        """Whether it holds the same now."""
+        changes = Module.changes
+        if not self._others.unchanged() or (changes != self._changes and not self._counted.unchanged()):
+            return False
+        self._changes = changes
+        return True
+
+
+class _Views:
+    def __init__(self) -> None:
+        self._views: list[Collection] = []
+        self._values: list[Any] = []
+
+    def add(self, view: Collection) -> None:
+        self._views.append(view)
+        self._values += view
+
+    def unchanged(self) -> bool:
+        # Thousands of values: compared by iterators that run in C. By identity: modules are dicts to Python, so two
+        # without parameters are equal whatever they do.
+        return sum(map(len, self._views)) == len(self._values) and all(
+            map(is_, chain.from_iterable(self._views), self._values)
+        )
 
 
 def _parts(model: Model) -> list[tuple[int, int]]:
@@ -177,19 +209,21 @@ def _read(published: dict[str, Any], step: Step, before: list[LayerCache]) -> No
         step.source = before[owner].twin(published["source"], step.marks)
 
 
-def _containers(value: Any, but: Collection[nn.Module] = ()) -> Iterator[Collection]:
-    """The values of every dict and list of a module tree: parameters, modules, and plain settings. A tuple is one
-    value, for what it holds cannot be replaced. What some modules hold is left out."""
+def _containers(value: Any, but: Collection[nn.Module] = ()) -> Iterator[tuple[bool, Collection]]:
+    """The values of every dict and list of a module tree, parameters, modules, and plain settings, and whether they are
+    those of a module that counts its changes. A tuple is one value, for what it holds cannot be replaced. What some
+    modules hold is left out."""
     if any(value is module for module in but):
         return
+    counts = isinstance(value, Module)
     if isinstance(value, nn.Module):
-        yield vars(value).values()
+        yield counts, vars(value).values()
     if isinstance(value, dict):
-        yield value.values()
+        yield counts, value.values()
         parts = value.values()
     elif isinstance(value, list | tuple):
         if isinstance(value, list):
-            yield value
+            yield False, value
         parts = value
     else:
         return

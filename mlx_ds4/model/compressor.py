@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
@@ -11,11 +10,12 @@ from mlx_ds4.custom_kernels._rows import ring_ref
 from mlx_ds4.custom_kernels.compress import PENDING, compress, pool_pairs
 
 from .linear import Linear
+from .module import Module
 from .norm import RMSNorm
 from .step import Step
 
 
-class Compressor(nn.Module):
+class Compressor(Module):
     """Latents of the entries that this step completes, before rotation and rounding.
 
     Pairs are aligned to absolute positions; an open pair waits in the layer's cache (architecture notes 6).

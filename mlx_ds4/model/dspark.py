@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn
 
 from mlx_ds4.cache import Cache, DraftRings
 from mlx_ds4.config import ConfigError, ModelConfig
@@ -26,6 +25,7 @@ from mlx_ds4.custom_kernels.rope import rope
 from .layer import Layer
 from .linear import Linear
 from .model import Embedding, Model
+from .module import Module
 from .norm import RMSNorm
 from .step import Step
 
@@ -108,7 +108,7 @@ class Ring:
         return mx.concatenate([self._rows, rows], axis=1)
 
 
-class MarkovHead(nn.Module):
+class MarkovHead(Module):
     """What a token says about its successor: logits float32 [.., vocab] and the token's embedding [.., rank]."""
 
     def __init__(self, vocab: int, rank: int):
@@ -121,7 +121,7 @@ class MarkovHead(nn.Module):
         return self.head(e), e
 
 
-class ConfidenceHead(nn.Module):
+class ConfidenceHead(Module):
     """One float32 logit per row from the row's hidden state, before the norm, and its input token's Markov row."""
 
     def __init__(self, dims: int):
@@ -147,7 +147,7 @@ class Stage(Layer):
             self.confidence_head = ConfidenceHead(c.hidden_size + c.dspark_markov_rank)
 
 
-class Drafter(nn.Module):
+class Drafter(Module):
     """The three stages; parameter names are the official checkpoint's (`mtp.0.attn.wq_a.weight`), experts stacked.
 
     `observe` takes the taps of every pass of the model, `propose` gives the next drafts. `failure` says why

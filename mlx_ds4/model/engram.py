@@ -15,12 +15,12 @@ from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn
 
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.engram import engram_embedding, engram_update
 
 from .linear import Linear
+from .module import Module
 from .step import Step
 
 # The filler of positions that do not count: before the start of the sequence, or not text.
@@ -129,7 +129,7 @@ def _is_prime(number: int) -> bool:
     return bool((number % factors != 0).all())
 
 
-class Engram(nn.Module):
+class Engram(Module):
     """Adds the gated value of the looked-up rows to every residual stream."""
 
     def __init__(self, config: ModelConfig):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels._cuda_cache import settle
@@ -14,11 +13,12 @@ from mlx_ds4.custom_kernels.topk import top_k_groups
 from mlx_ds4.memory import TILE_SCORES
 
 from .linear import Linear
+from .module import Module
 from .norm import RMSNorm
 from .step import Reach, Step
 
 
-class Indexer(nn.Module):
+class Indexer(Module):
     """Index queries and head weights; KV owners also derive the index keys.
 
     Scores are float32. `bf16_scores = True` reproduces the roundings of the vendor's reference, for comparing

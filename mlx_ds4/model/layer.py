@@ -6,7 +6,6 @@ import functools
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn
 
 from mlx_ds4.cache import LayerCache
 from mlx_ds4.config import ModelConfig
@@ -14,12 +13,13 @@ from mlx_ds4.custom_kernels.hyper_connection import SiteSums, collapse, collapse
 
 from .attention import Attention
 from .engram import Engram
+from .module import Module
 from .moe import MoE
 from .norm import RMSNorm
 from .step import Step
 
 
-class Layer(nn.Module):
+class Layer(Module):
     """Streams h [B, L, M, C] and the carried coefficients `pre` [B, L, M] -> the same, one block later.
 
     A site's `pre` collapses the streams for the NEXT site; `post` and `comb` expand its own (architecture notes 4.4).

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_ds4.custom_kernels.cache_entry import norm_and_entry
 from mlx_ds4.custom_kernels.entry_matmul import products_and_entry
@@ -21,8 +20,10 @@ from mlx_ds4.custom_kernels.fake_quant import fake_quant_fp8
 from mlx_ds4.custom_kernels.quant_matmul import grouped_quant_matmul, quant_matmul, quant_matmul_group
 from mlx_ds4.formats import planes as block_planes
 
+from .module import Module
 
-class BlockWeight(nn.Module):
+
+class BlockWeight(Module):
     """Planes of one block-quantized weight [.., out, in]; see `formats/planes.py` for their shapes."""
 
     def __init__(self, format: str, planes: dict[str, mx.array]):
@@ -74,7 +75,7 @@ def dense(weight: mx.array | BlockWeight) -> mx.array:
     return block_planes.dequantize(*stored(weight))
 
 
-class Linear(nn.Module):
+class Linear(Module):
     """y = x W^T: x [.., in] -> [.., out].
 
     `trained` marks the layers that training quantizes (their inputs are rounded where the weight format is a
@@ -161,7 +162,7 @@ def rounds_input(weight: mx.array | BlockWeight, override: bool | None) -> bool:
     return isinstance(weight, BlockWeight) and weight.format in block_planes.TRAINED_FORMATS
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(Module):
     """Block-diagonal product: each of `groups` slices of x has its own matrix; the input is never rounded.
 
     weight [groups * rank, in / groups], rows of a group together; x [.., in] -> bfloat16 [.., groups * rank].

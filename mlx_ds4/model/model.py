@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn
 
 from mlx_ds4.cache import REWIND, Cache, LayerCache
 from mlx_ds4.config import ModelConfig
@@ -19,6 +18,7 @@ from .compiled import CompiledSteps
 from .engram import EngramHash, ReadAhead, RowSource
 from .layer import Layer
 from .linear import BlockWeight, Linear
+from .module import Module
 from .norm import RMSNorm
 from .step import Step
 
@@ -26,7 +26,7 @@ from .step import Step
 _EAGER_ROWS = 32
 
 
-class Embedding(nn.Module):
+class Embedding(Module):
     """Token rows, weight [vocab, C], dense or block-quantized; returns bfloat16."""
 
     def __init__(self, vocab: int, dims: int):
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         return self.weight[tokens].astype(mx.bfloat16)
 
 
-class Model(nn.Module):
+class Model(Module):
     """DeepSeek V4.1 text model.
 
     `model(tokens, cache)` computes float32 logits; `make_cache()` gives an empty cache; `layers` are plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_ds4.config import ModelConfig
 from mlx_ds4.custom_kernels.expand_matmul import experts_expand
@@ -13,10 +12,11 @@ from mlx_ds4.custom_kernels.hyper_connection import SiteSums, expand
 from mlx_ds4.custom_kernels.shared_expert import shared_swiglu_routed
 
 from .linear import Linear, rounds_input, stored
+from .module import Module
 from .step import Step
 
 
-class Gate(nn.Module):
+class Gate(Module):
     """Router logits and the selection bias (text rows; the image bias of the release is not used)."""
 
     def __init__(self, dims: int, experts: int):
@@ -25,7 +25,7 @@ class Gate(nn.Module):
         self.bias = mx.zeros((experts,))
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(Module):
     """One matrix per expert, weight [E, out, in], dense or block-quantized."""
 
     def __init__(self, experts: int, in_dims: int, out_dims: int):
@@ -42,7 +42,7 @@ class StackedLinear(nn.Module):
         self._rounds_input = value
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """Routed experts: y = shared + sum over chosen, by ascending id, of w2(weight * swiglu(w1 x, w3 x)), in float32.
 
     x is rounded to FP8 once, where w1 or w3 asks for it.
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         return fake_quant_fp8(a) if self.w2.rounds_input else a, plan
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(Module):
     """The expert that every row takes, without a routing weight: w2(swiglu(w1 x, w3 x))."""
 
     def __init__(self, config: ModelConfig):
@@ -91,7 +91,7 @@ class SharedExpert(nn.Module):
         return logits, fake_quant_fp8(a) if self.w2.rounds_input else a, *chosen
 
 
-class MoE(nn.Module):
+class MoE(Module):
     """The feed-forward part (architecture notes 8): x [B, L, C], the streams h [B, L, M, C] and the sums of its site ->
     the streams as the result expands them, and the site's `coefficients`."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_ds4.custom_kernels.rms_norm import rms_norm
 
+from .module import Module
 
-class RMSNorm(nn.Module):
+
+class RMSNorm(Module):
     """bf16(w * x * rsqrt(mean x^2 + eps)), float32 inside."""
 
     def __init__(self, dims: int, eps: float):

@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 
 from mlx_ds4.custom_kernels import _cuda_cache, _switches, expert_matmul
 from mlx_ds4.custom_kernels._switches import families
@@ -21,6 +22,7 @@ from mlx_ds4.model import compiled, indexer, layer, step
 from mlx_ds4.model import model as model_file
 from mlx_ds4.model.compiled import CompiledSteps
 from mlx_ds4.model.model import Model
+from mlx_ds4.model.module import Module
 from mlx_ds4.model.norm import RMSNorm
 from mlx_ds4.random_model import cut_config, random_model
 from mlx_ds4.speculative import speculative_step
@@ -157,6 +159,33 @@ def test_a_changed_model_is_traced_anew(traced, sequence, change, monkeypatch):
     after = np.array(model(mx.array([sequence[20:21]]), cache.copy()))
     again = 1 if change == "last" else len(compiled._parts(model))
     assert len(shapes) == traced_once + again and not np.array_equal(before, after)
+
+
+def test_what_is_not_counted_is_compared(traced, sequence, monkeypatch):
+    """A module of another class, as a user may put into the model, and the list of layers."""
+    model, shapes = traced
+    other = nn.RMSNorm(model.config.hidden_size, model.norm.eps)
+    other.weight = model.norm.weight
+    monkeypatch.setitem(model, "norm", other)
+    monkeypatch.setitem(model, "layers", list(model.layers))
+    _, cache = run(model, sequence[:20], [20])
+    token = mx.array([sequence[20:21]])
+    logits = [np.array(model(token, cache.copy()))]
+    for holder, key, value in ((other, "weight", other.weight * 2), (model.layers, -1, model.layers[-2])):
+        counted, traced_before = Module.changes, len(shapes)
+        holder[key] = value
+        assert Module.changes == counted
+        logits.append(np.array(model(token, cache.copy())))
+        assert len(shapes) > traced_before and not np.array_equal(*logits[-2:])
+
+
+def test_a_step_changes_nothing(traced, sequence):
+    """Otherwise each would compare thousands of values with those of the one before."""
+    model, _ = traced
+    _, cache = run(model, sequence[:21], [20, 1])
+    before = Module.changes
+    run(model, sequence[21:29], [1, 6, 1], cache)
+    assert Module.changes == before
 
 
 @pytest.mark.parametrize("hashed", [False, True])
