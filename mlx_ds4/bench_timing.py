@@ -81,7 +81,7 @@ def _passes(model, cache, rows: int, steps: int) -> list[float]:
     tokens = random_tokens(model.config, rows).tolist()
     for _ in range(steps):
         start = time.perf_counter()
-        logits, _ = model.forward(mx.array([tokens]), cache)
+        logits, _ = model.forward(np.array([tokens]), cache)
         chosen = [mx.argmax(logits[0, row : row + 2], axis=-1) for row in range(0, rows, 2)]
         mx.async_eval(chosen, [layer.state for layer in cache])
         tokens = [token for pair in chosen for token in pair.tolist()]

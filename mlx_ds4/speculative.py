@@ -199,7 +199,7 @@ class _Run:
         start, kept, taps = self.cache.offset, 1, []
         try:
             with whole_call():
-                logits, taps = self.model.forward(mx.array([[said[-1], *drafts]]), self.cache)
+                logits, taps = self.model.forward(np.array([[said[-1], *drafts]]), self.cache)
             mx.async_eval(logits, [layer.state for layer in self.cache])
             # Greedy tokens do not depend on those before them: the host waits for the device once, not for each.
             greedy = _greedy(logits[0], start) if self.greedy else None

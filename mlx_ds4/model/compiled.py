@@ -17,6 +17,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 
 from mlx_ds4.cache import Cache, LayerCache
@@ -24,7 +25,7 @@ from mlx_ds4.custom_kernels._cuda_cache import compiling, together
 from mlx_ds4.custom_kernels.step_values import in_pairs, launches
 
 from .module import Module
-from .step import Layout, Step, StepShape, on_device, unpack
+from .step import Layout, Step, StepShape, as_array, on_device, unpack
 
 if TYPE_CHECKING:
     from .model import Model
@@ -48,7 +49,7 @@ class CompiledSteps:
 
     @together()  # CUDA kernels of graphs that are traced now compile side by side
     def __call__(
-        self, tokens: mx.array, cache: Cache, last_only: bool, sampled: bool
+        self, tokens: mx.array | np.ndarray, cache: Cache, last_only: bool, sampled: bool
     ) -> tuple[mx.array, list[mx.array]]:
         """As `Model.forward`, for a step of at most 8 rows behind `cache.begin`."""
         model = self._model
@@ -63,7 +64,7 @@ class CompiledSteps:
             values = in_pairs(step.numbers + (ids[0].tolist() if sent else []))
         else:
             values = [step.packed(layout)]
-        state, arrays, published, outputs, taps = [tokens, *values], {}, {}, [], []
+        state, arrays, published, outputs, taps = values if sent else [as_array(tokens), *values], {}, {}, [], []
         mapped = read = None
         for part, (first, end) in enumerate(parts := _parts(model)):
             if part > 0:
@@ -112,7 +113,7 @@ class CompiledSteps:
             published: dict[str, Any],
         ):
             if part == 0:
-                tokens, *values = state
+                tokens, *values = [None, *state] if sent else state
                 words = on_device(values, model.config, layout) if made_there else values[0]
                 arrays = unpack(words, layout)
             step = Step.traced(model.config, shape, arrays)
@@ -121,7 +122,7 @@ class CompiledSteps:
                 twin.twin(given, step.marks) for twin, given in zip(twins[first:end], inputs, strict=True)
             ]
             _read(published, step, caches[:first])
-            h, pre = model.start(arrays.get("tokens", tokens)) if part == 0 else state
+            h, pre = model.start(arrays["tokens"] if sent else tokens) if part == 0 else state
             h, pre = model.run_layers(first, end, h, pre, step, caches, records)
             out = [h, pre] if part + 1 < len(parts) else [model.logits(h, pre, last_only)]
             own = arrays if part == 0 and part + 1 < len(parts) else {}

@@ -20,7 +20,7 @@ from .layer import Layer
 from .linear import BlockWeight, Linear
 from .module import Module
 from .norm import RMSNorm
-from .step import Step
+from .step import Step, as_array
 
 # From this many new rows on, layers are evaluated one by one, so that only one layer's arrays live at a time.
 _EAGER_ROWS = 32
@@ -80,7 +80,7 @@ class Model(Module):
 
     def __call__(
         self,
-        tokens: mx.array,
+        tokens: mx.array | np.ndarray,
         cache: Cache | None = None,
         *,
         last_only: bool = False,
@@ -90,7 +90,8 @@ class Model(Module):
         """Logits float32 [B, L, vocab] of tokens [B, L] behind what the cache holds; the cache advances by L.
 
         `last_only` computes the last row alone, [B, 1, vocab], as prefill needs it. Without a cache the sequence starts
-        here. Any split of a sequence into calls gives the same logits. Raises ValueError for ids outside the
+        here. Ids that the host has may come as a NumPy array; on CUDA an array of MLX would have to be fetched to check
+        them. Any split of a sequence into calls gives the same logits. Raises ValueError for ids outside the
         vocabulary, an empty batch, or a sequence beyond `max_position_embeddings`.
 
         `sampled` says that the ids were chosen from logits of this vocabulary and need no check. Then a compiled step
@@ -111,7 +112,7 @@ class Model(Module):
 
     def forward(
         self,
-        tokens: mx.array,
+        tokens: mx.array | np.ndarray,
         cache: Cache | None = None,
         *,
         last_only: bool = False,
@@ -133,7 +134,7 @@ class Model(Module):
             return self._steps(tokens, cache, last_only, sampled)
         ids = self.checked_ids(tokens)
         step = Step(self.config, cache.offset, length, trace)
-        h, pre = self.start(tokens)
+        h, pre = self.start(as_array(tokens))
         mapped, records = self.fetch(ids, cache)
         if cut:
             h, pre, taps = self._run_cut(h, pre, step, cache, records, rows)
@@ -198,7 +199,7 @@ class Model(Module):
             return self.compiled
         return backend() in ("metal", "cuda") and enabled("compiled_step")
 
-    def _check_size(self, tokens: mx.array, cache: Cache) -> int:
+    def _check_size(self, tokens: mx.array | np.ndarray, cache: Cache) -> int:
         if tokens.ndim != 2 or tokens.size == 0:
             raise ValueError(f"tokens have shape {tokens.shape}, expected [batch, length] with at least one token")
         length = tokens.shape[1]
@@ -211,7 +212,7 @@ class Model(Module):
             raise ValueError("the Engram tables are not attached: load the model with load(), or call set_engram()")
         return length
 
-    def checked_ids(self, tokens: mx.array) -> np.ndarray:
+    def checked_ids(self, tokens: mx.array | np.ndarray) -> np.ndarray:
         """The token ids, int64, on the host. Raises ValueError for one outside the vocabulary."""
         ids = np.array(tokens).astype(np.int64)
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:

@@ -53,6 +53,11 @@ class StepShape:
         return cls(length, tuple(b - a for a, b in ends), reach)
 
 
+def as_array(tokens: mx.array | np.ndarray) -> mx.array:
+    """Token ids of the device or of the host, where the device may read them."""
+    return mx.array(tokens.astype(np.int32)) if isinstance(tokens, np.ndarray) else tokens
+
+
 def _reach(config: ModelConfig, ratio: int, total: int) -> Reach:
     if total == 0:
         return Reach.NONE

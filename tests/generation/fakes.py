@@ -74,14 +74,14 @@ class FakeModel:
 
     def __call__(self, tokens, cache=None, last_only=False, sampled=False):
         cache = self.make_cache() if cache is None else cache
-        start = cache.offset
+        start, ids = cache.offset, mx.array(tokens).astype(mx.int32)
         for number, layer in enumerate(cache):
             if number == 1:
                 self.between_layers()
             if layer.rows.size != start + 1:
                 raise RuntimeError(f"layer {number} holds {layer.rows.size - 1} positions, the cache {start}")
             for n in range(tokens.shape[1]):
-                new = (layer.rows[-1:] * (31 + number) + tokens[0, n : n + 1].astype(mx.int32) * 7 + 3) % 9973
+                new = (layer.rows[-1:] * (31 + number) + ids[0, n : n + 1] * 7 + 3) % 9973
                 layer.rows = mx.concatenate([layer.rows, new])
         count = tokens.shape[1]
         cache.offset += count

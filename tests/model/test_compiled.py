@@ -64,6 +64,28 @@ def test_graphs_give_the_bits_of_eager_steps(traced, sequence, sizes, made_there
     assert_same_state(cache, eager)
 
 
+@pytest.mark.parametrize("way", ["eager", "packed", "made there"])
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_tokens_of_the_host(traced, sequence, way, size, monkeypatch):
+    """As a NumPy array, and as MLX's: the same bits, the same refusals."""
+    model, _ = traced
+    monkeypatch.setattr(model, "compiled", way != "eager")
+    monkeypatch.setattr(compiled, "launches", lambda: way == "made there")
+    monkeypatch.setattr(step, "step_values", step_values_ref)
+    _, cache = run(model, sequence[:20], [20])
+    tokens = np.array([sequence[20 : 20 + size]])
+    given = (tokens, tokens.astype(np.uint16), mx.array(tokens))
+    logits = [np.array(model(ids, cache.copy())) for ids in given]
+    assert all(np.array_equal(logits[0], other) for other in logits[1:])
+    bad = tokens.copy()
+    bad[0, -1] = model.config.vocab_size
+    if way != "eager":
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            model(bad, cache.copy())
+    with pytest.raises(ValueError, match="batch, length"):
+        model(tokens[0], cache.copy())
+
+
 def test_one_graph_serves_many_positions(traced, sequence):
     """From 20 entries on, single steps differ in whether they complete a pair, and in nothing else."""
     model, shapes = traced

@@ -28,7 +28,7 @@ class Bigram:
 
     def forward(self, tokens, cache=None, *, last_only=False, sampled=False):
         cache.offset += tokens.shape[1]
-        logits = self.table[tokens]
+        logits = self.table[mx.array(tokens)]
         return (logits[:, -1:] if last_only else logits), []
 
 
