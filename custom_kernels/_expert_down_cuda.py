@@ -26,6 +26,8 @@ DOWN_FEW_SOURCE = (
     const u32 ring = ring_of(rings, __shfl_sync(~0u, warp, 0));  // in a uniform register
     const int K = width_of(x_shape, x_ndim), N = codes_shape[1], tiles = (N + 15) / 16;
     const int pitch = K + 32;  // of the pairs' activations: neighbours in different banks
+    constexpr bool SUMMED = F == Q2_K;
+    const int summed = SUMMED ? K / 256 * ColumnSums::STEP : 0;  // numbers of a row, behind the activations
     constexpr int group = HELD_ROWS > 0 ? HELD_ROWS : 1;  // pairs at most; not held, one is read where it lies
     const unsigned long long firsts = first_of_every(group);
     const int groups = __popcll(firsts);
@@ -62,9 +64,18 @@ DOWN_FEW_SOURCE = (
       stream.fill(next);
       wait_for_copies_but<Stream<W, 1>::D>();
       __syncthreads();
-      typename Either<(HELD_ROWS > 0), RowInShared<W>, RowInMemory<W>>::type columns(
+      bf16* const sums = (bf16*)held + HELD_ROWS * pitch;
+      for (int i = threadIdx.x; SUMMED && i < count * (K / 16); i += 32 * S) {
+        const int n = i / (K / 16), sub = i - n * (K / 16);
+        const bf16* const row = HELD_ROWS > 0 ? (const bf16*)held + n * pitch : (const bf16*)x + (size_t)pair * K;
+        const uint4* const from = (const uint4*)(row + 16 * sub);
+        ColumnSums::put(sums + n * summed + sub / 16 * ColumnSums::STEP, sub % 16, from[0], from[1]);
+      }
+      if (SUMMED) __syncthreads();
+      typedef typename Either<(HELD_ROWS > 0), RowInShared<W>, RowInMemory<W>>::type Row;
+      typename Either<SUMMED, Summed<Row>, Row>::type columns(
           (HELD_ROWS > 0 ? (const bf16*)held + min(g, count - 1) * pitch : (const bf16*)x + (size_t)pair * K) +
-          t * W::LANE_COLUMNS, K);
+          t * W::LANE_COLUMNS, K, sums + min(g, count - 1) * summed + 4 * t);
       for (int tile = from + warp; tile < until; tile += S) {
         float sum[4] = {-0.f, -0.f, -0.f, -0.f};
 #pragma unroll 1

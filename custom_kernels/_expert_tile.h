@@ -1,42 +1,64 @@
 // Many rows of an expert: 8 warps of 16 weight rows each share its activation rows, which lie in shared memory a unit at
-// a time; behind `_quant_tile.h`. Each warp decodes its weights once for 8 NT rows, by multiply() as for few rows.
+// a time; behind `_quant_tile.h` and `_quant_ring.h`. Each warp decodes its weights once for 8 NT rows, by multiply() as
+// for few rows; they come through a ring of its own. (Reads ahead in registers were moved to others as soon as they were
+// asked for, so each step waited for its weights: docs/log.md.)
 
 namespace ds4 {
+
+// What a block has in shared memory: two stages of activations, the sums of one, and a ring for each warp.
+template <int F, int NT, int MS>
+struct ExpertMemory {
+  uint4* stages;
+  bf16* sums;
+  u32 ring;
+  __device__ __forceinline__ explicit ExpertMemory(void* start)
+      : stages((uint4*)start), sums((bf16*)(stages + 2 * 8 * NT * (Weight<F>::UNIT / 8))),
+        ring(shared_address(sums + 8 * NT * ColumnSums::STEP) + threadIdx.x / 32 * MS * RING) {}
+};
 
 // Sums of 16 weight rows of each of MS matrices, rows base + 16 tile .., with the activation rows that `row_of_column`
 // names. They have the bits of the few rows' kernels: units s, s + S, .. for each s below S and the sums added to zero in
 // turn; S = 0: units below the middle, then the rest, both sums added.
+// Octets of the columns in shared memory, without their sums and with them.
+template <int OCTETS>
+struct PlainRows : SharedRows<OCTETS> {
+  __device__ __forceinline__ PlainRows(const SharedRows<OCTETS>& rows, const bf16*) : SharedRows<OCTETS>(rows) {}
+};
+template <int OCTETS>
+struct SummedRows : SharedRows<OCTETS>, WithSums {
+  const bf16* of_row;
+  __device__ __forceinline__ SummedRows(const SharedRows<OCTETS>& rows, const bf16* sums)
+      : SharedRows<OCTETS>(rows), of_row(sums) {}
+  __device__ __forceinline__ uint2 sums(int i, int part) const {
+    return *(const uint2*)(of_row + 8 * i * ColumnSums::STEP + 16 * part);
+  }
+};
+
 template <int F, int NT, int MS, int S, class Names>
 __device__ __forceinline__ void expert_product(
-    float (&sum)[MS][NT][4], uint4* stages, const Planes (&w)[MS], size_t base, int tile, int N, int K, const bf16* x,
-    Names row_of_column, const uint4* grid) {
+    float (&sum)[MS][NT][4], const ExpertMemory<F, NT, MS>& memory, const Planes (&w)[MS], size_t base, int tile, int N,
+    int K, const bf16* x, Names row_of_column, const uint4* grid) {
   typedef Weight<F> W;
-  constexpr bool HALVES = S == 0;
-  constexpr int OCTETS = W::UNIT / 8, COPIES = 8 * NT * OCTETS / 256;
-  constexpr int D = MS == 1 ? 2 : 1;  // units in flight; the other matrix covers the wait of one
+  constexpr bool HALVES = S == 0, SUMMED = F == Q2_K && HALVES;  // as in the few rows' kernels
+  constexpr int OCTETS = W::UNIT / 8, COPIES = 8 * NT * OCTETS / 256, RUNS = HALVES ? 2 : S;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int units = K / W::UNIT, half = (units + 1) / 2;
-  Planes rows[MS][2];
-#pragma unroll
-  for (int m = 0; m < MS; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) rows[m][r] = row_of<F>(w[m], base + min(16 * tile + 8 * r + g, N - 1), K);
-  auto load = [&](W& to, int m, int unit) {
-    InMemory from;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      from.at[r].codes = rows[m][r].codes + unit * W::CODES + t * W::LANE_CODES;
-      from.at[r].scales = rows[m][r].scales + unit * W::SCALES + t * W::LANE_SCALES;
-      from.at[r].supers = rows[m][r].supers + unit * W::SUPERS;
-    }
-    to.load(from, unit);
+  auto run_of = [&](int i) {
+    return HALVES ? Run{base, tile, N, K, i ? half : 0, 1, i ? units : half} : Run{base, tile, N, K, i, S, units};
+  };
+  int opened = 0;
+  Stream<W, MS, HALVES ? 1 : S, MS * RING> stream(memory.ring);
+  auto open = [&] {
+    if (opened == RUNS) return false;
+    stream.open(w, run_of(opened++));
+    return true;
   };
   const int octet = threadIdx.x % OCTETS, row = threadIdx.x / OCTETS;
   const bf16* sources[COPIES];
 #pragma unroll
   for (int i = 0; i < COPIES; i++) sources[i] = x + row_of_column(row + 256 / OCTETS * i) * K + 8 * octet;
   auto copy = [&](int step, int unit) {
-    uint4* const stage = stages + (step & 1) * 8 * NT * OCTETS;
+    uint4* const stage = memory.stages + (step & 1) * 8 * NT * OCTETS;
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
       const int n = row + 256 / OCTETS * i;
@@ -53,57 +75,58 @@ __device__ __forceinline__ void expert_product(
     for (int i = 0; i < NT; i++)  // -0 + v is v, whatever zero
       sum[m][i][0] = sum[m][i][1] = sum[m][i][2] = sum[m][i][3] = HALVES ? -0.f : 0.f;
   }
-  W ahead[D][MS];
-  int unit = 0, later = 0;
   copy(0, 0);
+  stream.fill(open);
+#pragma unroll 1
+  for (int step = 0, unit = 0; step < units; step++) {
+    const int next = after(unit);
+    wait_for_copies();  // sent a step ago at the latest
+    __syncthreads();
+    W now[MS];
+    stream.take(now, w, run_of(0), unit);
+    if (step + 1 < units) copy(step + 1, next);
+    __syncwarp();
+    stream.send(open);
+    const uint4* const stage = memory.stages + (step & 1) * 8 * NT * OCTETS;
+    const SharedRows<OCTETS> columns = {stage + g * OCTETS, g, t * (W::LANE_COLUMNS / 8)};
+    if constexpr (W::UNIT == 128) {
 #pragma unroll
-  for (int d = 0; d < D; d++, later = after(later))
+      for (int i = 0; i < 4; i++) {
+        u32 a[MS][2][4];
+        float scale[MS][2];
 #pragma unroll
-    for (int m = 0; m < MS; m++)
-      if (d < units) load(ahead[d][m], m, later);
-  for (int begin = 0; begin < units; begin += D) {
-#pragma unroll
-    for (int d = 0; d < D; d++) {
-      const int step = begin + d, next = after(unit);
-      if (step >= units) break;
-      wait_for_copies();
-      __syncthreads();
-      if (step + 1 < units) copy(step + 1, next);
-      const SharedRows<OCTETS> columns = {
-          stages + ((step & 1) * 8 * NT + g) * OCTETS, g, t * (W::LANE_COLUMNS / 8)};
-      if constexpr (W::UNIT == 128) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          u32 a[MS][2][4];
-          float scale[MS][2];
-#pragma unroll
-          for (int m = 0; m < MS; m++) {
-            ahead[d][m].decode(a[m], scale[m], i, t, grid);
-            if (i == 3 && step + D < units) load(ahead[d][m], m, later);
-          }
-          block_products<W>(acc, a, scale, columns, i);
-        }
-      } else {
-#pragma unroll
-        for (int m = 0; m < MS; m++) {
-          ahead[d][m].multiply(acc[m], columns, t, grid);
-          if (step + D < units) load(ahead[d][m], m, later);
-          __syncwarp();  // columns are read again for the next matrix, not kept in registers
-        }
+        for (int m = 0; m < MS; m++) now[m].decode(a[m], scale[m], i, t, grid);
+        block_products<W>(acc, a, scale, columns, i);
       }
-      if (HALVES ? next == half || next == units : unit + S >= units) {
-#pragma unroll
-        for (int m = 0; m < MS; m++) {
-#pragma unroll
-          for (int i = 0; i < NT; i++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) sum[m][i][c] += acc[m][i][c];
-          clear(acc[m]);
+    } else {
+      const typename Either<SUMMED, SummedRows<OCTETS>, PlainRows<OCTETS>>::type rows(
+          columns, memory.sums + g * ColumnSums::STEP + 4 * t);
+      if (SUMMED) {
+        for (int e = threadIdx.x; e < 8 * NT * 16; e += 256) {
+          const int n = e / 16, sub = e % 16;
+          const uint4* const from = stage + n * OCTETS;
+          ColumnSums::put(
+              memory.sums + n * ColumnSums::STEP, sub, from[tile_place(n, 2 * sub)], from[tile_place(n, 2 * sub + 1)]);
         }
+        __syncthreads();
       }
-      unit = next;
-      later = after(later);
+#pragma unroll
+      for (int m = 0; m < MS; m++) {
+        now[m].multiply(acc[m], rows, t, grid);
+        __syncwarp();  // columns are read again for the next matrix, not kept in registers
+      }
     }
+    if (HALVES ? next == half || next == units : unit + S >= units) {
+#pragma unroll
+      for (int m = 0; m < MS; m++) {
+#pragma unroll
+        for (int i = 0; i < NT; i++)
+#pragma unroll
+          for (int c = 0; c < 4; c++) sum[m][i][c] += acc[m][i][c];
+        clear(acc[m]);
+      }
+    }
+    unit = next;
   }
   __syncthreads();  // the stages may be filled anew
 }

@@ -17,13 +17,13 @@ import mlx.core as mx
 
 from ._kernel import Kernel, float_bits
 from ._octet import FORMAT_IDS, ceil_div
-from ._quant_cuda import GATE_UP_SPLIT, planes_of
+from ._quant_cuda import GATE_UP_SPLIT, RING, planes_of
 from ._quant_tile_cuda import HEADER as TILE_HEADER
 
 HEADER = TILE_HEADER + (Path(__file__).parent / "_expert_tile.h").read_text()
 
 _WARPS = 8
-_TILES = 6  # of 8 pairs
+_TILES, _FEW_TILES = 6, 2  # of 8 pairs; where a block may have 99 KB only
 
 _START = """
     using namespace ds4;
@@ -34,7 +34,6 @@ _START = """
       stage_grid(grid_s);
       __syncthreads();
     }
-    __shared__ uint4 stages[2 * 8 * NT * (Weight<F>::UNIT / 8)];
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = 8 * blockIdx.x + (threadIdx.x >> 5);
 """
 
@@ -44,6 +43,7 @@ _GATE_UP_SOURCE = (
 """
     + _START
     + """
+    const ExpertMemory<F, NT, 2> memory(dynamic_shared());
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
         {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
@@ -53,7 +53,7 @@ _GATE_UP_SOURCE = (
       const int count = min(8 * NT, end - at);
       float sum[2][NT][4];
       expert_product<F, NT, 2, S>(
-          sum, stages, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
+          sum, memory, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
           [&](int column) { return (size_t)(order[at + min(column, count - 1)] / SLOTS); }, grid_s);
 #pragma unroll
       for (int i = 0; i < NT; i++)
@@ -76,13 +76,14 @@ _DOWN_SOURCE = (
 """
     + _START
     + """
+    const ExpertMemory<F, NT, 1> memory(dynamic_shared());
     const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
     const int K = x_shape[1], N = codes_shape[1];
     for (int at = begin; at < end; at += 8 * NT) {
       const int count = min(8 * NT, end - at);
       float sum[1][NT][4];
       expert_product<F, NT, 1, 0>(
-          sum, stages, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
+          sum, memory, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
           [&](int column) { return (size_t)order[at + min(column, count - 1)]; }, grid_s);
 #pragma unroll
       for (int i = 0; i < NT; i++)
@@ -96,30 +97,38 @@ _DOWN_SOURCE = (
 )
 
 
-def _kernel(name: str, inputs: list[str], source: str) -> Kernel:
-    return Kernel(
-        name, inputs, ["y"], None, cuda_source=source, cuda_header=HEADER, exact=False, family="expert_matmul"
-    )
+def _kernel(name: str, inputs: list[str], source: str, matrices: int, tiles: int, blocks: int) -> Kernel:
+    limits = {"shared_memory": _bytes(matrices, tiles), "cuda_bounds": (32 * _WARPS, blocks)}
+    text = {"cuda_source": source, "cuda_header": HEADER}
+    return Kernel(name, inputs, ["y"], None, **text, **limits, exact=False, family="expert_matmul")
+
+
+def _bytes(matrices: int, tiles: int) -> int:
+    """For two stages of 256 columns, sums of one, and a ring a warp."""
+    return 8 * tiles * (2 * 512 + 96) + _WARPS * matrices * RING
 
 
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
-_gate_up = _kernel("expert_swiglu_many_mma", ["x", *_TWO, "order", "start", "weights"], _GATE_UP_SOURCE)
-_down = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_SOURCE)
+_GATE_UP_INPUTS = ["x", *_TWO, "order", "start", "weights"]
+_gate_up = _kernel("expert_swiglu_many_mma", _GATE_UP_INPUTS, _GATE_UP_SOURCE, 2, _TILES, 1)
+_gate_up_small = _kernel("expert_swiglu_some_mma", _GATE_UP_INPUTS, _GATE_UP_SOURCE, 2, _FEW_TILES, 1)
+_down = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_SOURCE, 1, _TILES, 2)
 
 
 def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -> mx.array:
     """As `_quant_cuda.gate_up_few`, for any number of pairs: `order` sorts them by expert, those of each begin at
     `starts` (`expert_matmul.Plan`)."""
     (E, F, _), slots = gate["codes"].shape, chosen.shape[1]
+    kernel, tiles = (_gate_up, _TILES) if _gate_up.has_room else (_gate_up_small, _FEW_TILES)
     return _launch(
-        _gate_up,
+        kernel,
         [x, *planes_of(gate), *planes_of(up), order, starts, weights.reshape(-1)],
         [
             ("F", FORMAT_IDS[format]),
             ("S", GATE_UP_SPLIT),
             ("SLOTS", slots),
-            ("NT", _TILES),
+            ("NT", tiles),
             ("LIMIT_BITS", float_bits(limit)),
         ],
         (E, F),

@@ -253,6 +253,18 @@ def down_pairs(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[
     return [pairs, values], [(name, kinds[name]) for name in ("SLOTS", "SHARED")], a.shape[0] * shape[1]
 
 
+def takes_down(a: mx.array, format: str) -> bool:
+    """Whether `down_few` and `down_pairs` take a [rows, slots, F] against a weight of this format: the sums of a row's
+    columns have to find room."""
+    width = a.shape[-1]
+    return takes(a, format, width) and _sums_bytes(format, width) <= _DOWN_HELD - 4096
+
+
+def _sums_bytes(format: str, width: int) -> int:
+    """Of a row, as ColumnSums has them."""
+    return width // 256 * 96 if format == "Q2_K" else 0
+
+
 def down_call(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[tuple[str, int]], int, tuple[int, int]]:
     """Inputs, template and blocks of a launch of DOWN_FEW_SOURCE, and the shape of y."""
     values, other, mode = a, (format, planes), 0
@@ -266,7 +278,8 @@ def down_call(a, format, planes, chosen, shared) -> tuple[list[mx.array], list[t
     template = {"F": FORMAT_IDS[format], "S": DOWN_WARPS, "SLOTS": slots, "SHARED": mode}
     held = _DOWN_HELD - 4096 * ("IQ2_XXS" in (format, other[0]))
     template |= {"FS": FORMAT_IDS[other[0]], "SS": share, "HELD": held}
-    template["HELD_ROWS"] = min(held // (2 * a.shape[-1] + 64), 8)  # 8 columns of a tile
+    row = 2 * a.shape[-1] + 64 + _sums_bytes(format, a.shape[-1])
+    template["HELD_ROWS"] = min(held // row, 8)  # 8 columns of a tile
     blocks = min(ceil_div(tiles, DOWN_WARPS) * chosen.size + tiles * (mode == 2), _DOWN_ROUNDS * _DOWN_BLOCKS * SMS)
     blocks = max(blocks, chosen.size + 1)  # each has one part of one matrix
     inputs = [a, *planes_of(planes), chosen, values, *planes_of(other[1])]

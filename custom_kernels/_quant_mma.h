@@ -58,6 +58,30 @@ struct Rows {
   __device__ __forceinline__ void done(int) const {}
 };
 
+// Sums of 16 columns of x, those of a sub-block of Q2_K: columns that have them (WithSums) multiply the minima as sums(i,
+// part), one fragment of B for 256 columns. A sum is float32, as three bfloat16 that add up to it.
+struct WithSums {};
+struct ColumnSums {
+  static constexpr int STEP = 3 * 16;  // numbers of a row for 256 columns
+  // Sub-block `sub` of a step, with two octets of x.
+  static __device__ __forceinline__ void put(bf16* step, int sub, const uint4& first, const uint4& second) {
+    const u32 pairs[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      sum += __int_as_float(pairs[i] << 16);
+      sum += __int_as_float(pairs[i] & 0xffff0000u);
+    }
+    // Lane t of the fragment has sub-blocks 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    bf16* const to = step + sub % 8 / 2 * 4 + sub / 8 * 2 + sub % 2;
+#pragma unroll
+    for (int part = 0; part < 3; part++) {
+      to[16 * part] = bf16(sum);
+      sum -= __bfloat162float(bf16(sum));
+    }
+  }
+};
+
 // p = A B for one block of 32 columns: two steps, the first on a zero sum.
 __device__ __forceinline__ void block32(float (&p)[4], const u32 (&a)[2][4], const uint4& v) {
   mma_new(p, a[0][0], a[1][0], a[0][1], a[1][1], v.x, v.y);
@@ -278,9 +302,34 @@ struct Weight<Q2_K> {
   }
   template <int NT, class X>
   __device__ __forceinline__ void multiply(float (&acc)[NT][4], X& x, int t, const uint4*) {
+    float d[2], dmin[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      d[r] = 8192.f * half_bits(super[r] & 0xffff);
+      dmin[r] = -512.f * half_bits(super[r] >> 16);
+    }
     float p[NT][4], minima[NT][4];
-    clear(p);
     clear(minima);
+    constexpr bool SUMMED = __is_base_of(WithSums, X);
+    if constexpr (SUMMED) {
+      u32 m[4];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const u32 own = 0x0100 + 0x0202 * t;
+        m[r] = mul2(0x7b807b80u, __byte_perm(s[r].x, s[r].y, own) & 0x00f000f0u);
+        m[2 + r] = mul2(0x7b807b80u, __byte_perm(s[r].z, s[r].w, own) & 0x00f000f0u);
+      }
+#pragma unroll
+      for (int part = 2; part >= 0; part--)
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+          const uint2 v = x.sums(i, part);
+          mma(minima[i], m[0], m[1], m[2], m[3], v.x, v.y);
+        }
+#pragma unroll
+      for (int i = 0; i < NT; i++) add_scaled(acc[i], minima[i], dmin[0], dmin[1]);
+    }
+    clear(p);
     const u32 own = 0x0101 * (t >> 1);  // the octet lies in sub-block 2 j + t / 2 of 16 columns
     u32 scales[2], lows[2];             // of two blocks, one in each half
 #pragma unroll
@@ -297,9 +346,11 @@ struct Weight<Q2_K> {
           lows[r] = both & 0x00f000f0u;
         }
         const uint2 w = q[r][j / 4];
-        m[r] = mul2_by_half(0x7b807b80u, lows[r], j & 1);
-        // The same: a fragment takes four registers, and copies were made anew for its second product.
-        m[2 + r] = fma2(0x7b807b80u, half_twice(lows[r], j & 1), 0x80008000u);
+        if constexpr (!SUMMED) {
+          m[r] = mul2_by_half(0x7b807b80u, lows[r], j & 1);
+          // The same: a fragment takes four registers, and copies were made anew for its second product.
+          m[2 + r] = fma2(0x7b807b80u, half_twice(lows[r], j & 1), 0x80008000u);
+        }
         a[r][0] = mul2_by_half(__byte_perm(w.x, 0, 0x4140) & mask, scales[r], j & 1);
         a[r][1] = mul2_by_half(__byte_perm(w.x, 0, 0x4342) & mask, scales[r], j & 1);
         a[r][2] = mul2_by_half(__byte_perm(w.y, 0, 0x4140) & mask, scales[r], j & 1);
@@ -309,21 +360,17 @@ struct Weight<Q2_K> {
       for (int i = 0; i < NT; i++) {
         uint4 v = x.octet(i, 32 * j);
         add_block(p[i], a, v);
-        mma(minima[i], m[0], m[1], m[2], m[3], v.x, v.y);
-        mma(minima[i], m[0], m[1], m[2], m[3], v.z, v.w);
+        if constexpr (!SUMMED) {
+          mma(minima[i], m[0], m[1], m[2], m[3], v.x, v.y);
+          mma(minima[i], m[0], m[1], m[2], m[3], v.z, v.w);
+        }
       }
       x.done(32 * j);
-    }
-    float d[2], dmin[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      d[r] = 8192.f * half_bits(super[r] & 0xffff);
-      dmin[r] = -512.f * half_bits(super[r] >> 16);
     }
 #pragma unroll
     for (int i = 0; i < NT; i++) {
       add_scaled(acc[i], p[i], d[0], d[1]);
-      add_scaled(acc[i], minima[i], dmin[0], dmin[1]);
+      if constexpr (!SUMMED) add_scaled(acc[i], minima[i], dmin[0], dmin[1]);
     }
   }
 };

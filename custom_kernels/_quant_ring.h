@@ -166,12 +166,13 @@ struct RowInShared {
   uint4 v;
   u32 row, at, next;  // where it begins, and its octets of this step and of the next lie
   int K;
-  __device__ __forceinline__ RowInShared(const bf16* p, int K)
+  __device__ __forceinline__ RowInShared(const bf16* p, int K, const bf16* = nullptr)
       : v(read16_shared(shared_address(p))), row(shared_address(p)), at(row), next(row), K(K) {}
   __device__ __forceinline__ void go_on() {
     at = next;
     next = at + 2 * W::UNIT - row == 2 * K ? row : at + 2 * W::UNIT;
   }
+  __device__ __forceinline__ u32 passed() const { return (at - row) / 2; }  // columns before this step
   __device__ __forceinline__ uint4 octet(int, int) const { return v; }
   __device__ __forceinline__ void done(int column) {
     const int i = column / APART + 1;
@@ -183,13 +184,25 @@ template <class W>
 struct RowInMemory {
   const bf16 *row, *at, *next;
   int K;
-  __device__ __forceinline__ RowInMemory(const bf16* p, int K) : row(p), at(p), next(p), K(K) {}
+  __device__ __forceinline__ RowInMemory(const bf16* p, int K, const bf16* = nullptr) : row(p), at(p), next(p), K(K) {}
+  __device__ __forceinline__ u32 passed() const { return at - row; }
   __device__ __forceinline__ void go_on() {
     at = next;
     next = at + W::UNIT - row == K ? row : at + W::UNIT;
   }
   __device__ __forceinline__ uint4 octet(int, int column) const { return __ldg((const uint4*)(at + column)); }
   __device__ __forceinline__ void done(int) const {}
+};
+
+// A row with the sums of its columns, in shared memory.
+template <class Row>
+struct Summed : Row, WithSums {
+  u32 of_row;  // those of the lane
+  template <class Pointer>
+  __device__ __forceinline__ Summed(Pointer p, int K, const bf16* sums) : Row(p, K), of_row(shared_address(sums)) {}
+  __device__ __forceinline__ uint2 sums(int, int part) const {
+    return read8_shared(of_row + this->passed() / 256 * (2 * ColumnSums::STEP) + 32 * part);
+  }
 };
 
 // Steps of MS matrices of one shape on their way through a ring of BYTES. A run that the ring goes on to is opened by
@@ -252,6 +265,16 @@ struct Stream {
   __device__ __forceinline__ void fill(Next next) {
 #pragma unroll 1
     for (int d = 0; d < D; d++) send(next);
+  }
+  // The weights of the step in the slot that is filled next.
+  __device__ __forceinline__ void take(W (&now)[MS], const Planes (&w)[MS], const Run& run, int unit) const {
+    const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
+#pragma unroll
+    for (int m = 0; m < MS; m++) {
+      const int half = (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1;
+      const u32 slot = ring + at, scales = slot + Slot<W>::scales_at(m, MS) + InRing<W>::scales_of_lane(half);
+      now[m].load(InRing<W>(slot + Slot<W>::codes_at(m), scales, slot + Slot<W>::supers_at(m, MS)), unit);
+    }
   }
   // The steps of the run that is next in the ring: read(unit) before the wait, multiply(weights, is it the last).
   template <class Next, class Read, class Multiply>

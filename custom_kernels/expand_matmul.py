@@ -188,7 +188,9 @@ def _launches(rows: int, h: mx.array, mix: mx.array, *products: tuple[mx.array, 
     if not enabled("expand_matmul") or not 0 < rows <= MOST_ROWS or h.shape[-2] not in STREAMS:
         return False
     if backend() == "cuda" and not (
-        _expand_cuda.takes(h, mix) and all(_quant_cuda.takes(x, w[0], x.shape[-1]) for x, w in products)
+        _expand_cuda.takes(h, mix)
+        and all(_quant_cuda.takes(x, w[0], x.shape[-1]) for x, w in products)
+        and all(_quant_cuda.takes_down(x, w[0]) for x, w in products if x.ndim == 3)  # of experts
     ):
         return False
     return all(kernel_takes(*weight) for _, weight in products)

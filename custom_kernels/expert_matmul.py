@@ -198,8 +198,9 @@ def expert_down(
     if not _launches(chosen, *weights):
         return expert_down_ref(a, down, chosen, shared)
     E, C, _ = down[1]["codes"].shape
-    if backend() == "cuda" and _quant_cuda.takes(a, down[0], F):
-        if few_pairs(N, K):
+    few = few_pairs(N, K)
+    if backend() == "cuda" and (_quant_cuda.takes_down(a, down[0]) if few else _quant_cuda.takes(a, down[0], F)):
+        if few:
             if shared is not None and not _quant_cuda.takes(shared[0], shared[1][0], shared[0].shape[-1]):
                 shared = quant_matmul(shared[0], *shared[1])
             return _quant_cuda.down_few(a, *down, chosen, shared)
@@ -207,7 +208,7 @@ def expert_down(
     words, wide = x_input(a)
     formats = [("FORMAT", FORMAT_IDS[down[0]]), ("WIDE", wide)]
     planes = plane_inputs(*down)
-    if few_pairs(N, K):
+    if few:
         other, weight = (a, down) if shared is None else shared
         other_words, other_wide = x_input(other)
         R = rows_per_simdgroup(C, 2)

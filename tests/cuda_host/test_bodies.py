@@ -273,7 +273,7 @@ def test_experts(on_cpu, monkeypatch, formats, rows):
         monkeypatch.setattr(_quant_cuda, "SMS", 1)  # a block then makes several tiles
         assert mx.array_equal(both(few=True)[0], many[0])
         ready = product(shared[0], *shared[1])  # for a weight that tensor cores do not take
-        for held in (_quant_cuda._DOWN_HELD, 16):  # bytes for activations: for all, for not one row
+        for held in (_quant_cuda._DOWN_HELD, 128):  # bytes for activations: for all, for the sums of one row alone
             monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", held)
             added = run(lambda: _quant_cuda.down_few(many[0], formats[1], planes, chosen, ready))
             assert mx.array_equal(added, many[1])

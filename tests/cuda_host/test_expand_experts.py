@@ -80,11 +80,12 @@ def test_bits_of_two_launches(on_cpu, monkeypatch, formats):
         assert mx.array_equal(check([a[row], down, chosen[row], (s[row], shared), h[row], mix[row]]), want[row])
     monkeypatch.setattr(_quant_cuda, "SMS", 20)  # enough for as many warps to a shared tile as above
     monkeypatch.setattr(_quant_cuda, "_DOWN_BLOCKS", 1)
+    monkeypatch.setattr(_quant_cuda, "_DOWN_ROUNDS", 1)
     grid = 4096 * ("IQ2_XXS" in formats)
     for held in (_quant_cuda._DOWN_HELD, 8448 + grid):
         monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", held)
         assert mx.array_equal(check(inputs), want)
-    monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", 16 + grid)  # no room for the sums of a shared matrix
+    monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", 512 + grid)  # room for the sums of a row's columns alone
     check([a, down, chosen, None, h, mix])
 
 
@@ -103,6 +104,7 @@ CROSSING = [(656, 9, 4, 8, 3), (656, 7, 8, 8, 5), (1296, 9, 8, 12, 4), (336, 6, 
 def test_shared_blocks_across_two_parts(on_cpu, monkeypatch, C, sms, rows, span, crossing):
     """A block may draw the last ticket of both."""
     monkeypatch.setattr(_quant_cuda, "SMS", sms)
+    monkeypatch.setattr(_quant_cuda, "_DOWN_ROUNDS", 1)
     inputs = arrays(rows, C, 256, ("Q2_K", "Q8_0"), 2)
     tiles_of_a_part, parts = plan_of(inputs)
     assert (tiles_of_a_part, sum(len(across) == 2 for across in parts)) == (span, crossing)
@@ -121,6 +123,7 @@ def test_shared_blocks_across_two_parts(on_cpu, monkeypatch, C, sms, rows, span,
 )
 def test_a_lost_arrival_is_noticed(on_cpu, monkeypatch, old, new, found):
     monkeypatch.setattr(_quant_cuda, "SMS", CROSSING[1][1])
+    monkeypatch.setattr(_quant_cuda, "_DOWN_ROUNDS", 1)
     inputs = arrays(CROSSING[1][2], CROSSING[1][0], 256, ("Q2_K", "Q8_0"), 2)
     want = run(lambda: _expand_cuda.experts(*inputs))
     source = _expand_cuda._experts.cuda_source
@@ -137,7 +140,7 @@ def test_a_lost_arrival_is_noticed(on_cpu, monkeypatch, old, new, found):
 def test_arrivals_of_any_plan():
     """However many blocks, tiles and groups there are: a block of the shared matrix lies across two parts at most, and
     each part's last block counts as many of them as there are."""
-    for blocks in (2, 7, 16, 60, 100, 792):
+    for blocks in (2, 7, 16, 60, 100, 792, 1584):
         for groups in range(1, min(blocks, 49)):
             for tiles in (1, 3, 4, 5, 41, 64, 320):
                 wanted = 4 * max(blocks // (groups + 1), 1)
