@@ -5,16 +5,33 @@
 
 namespace ds4 {
 
-// What a block has in shared memory: two stages of activations, the sums of one, and a ring for each warp.
-template <int F, int NT, int MS>
+// What a block has in shared memory: two stages of activations, the sums of one, and a ring for each warp; or, with
+// tables of IQ2_XXS, no sums, rings of two steps, and at a multiple of their size behind them the tables.
+template <int F, int NT, int MS, bool TABLES>
 struct ExpertMemory {
+  static constexpr int RING_BYTES = TABLES ? 2 * MS * Slot<Weight<IQ2_XXS>>::BYTES : MS * RING;
   uint4* stages;
   bf16* sums;
   u32 ring;
+  unsigned char* tables;
   __device__ __forceinline__ explicit ExpertMemory(void* start)
-      : stages((uint4*)start), sums((bf16*)(stages + 2 * 8 * NT * (Weight<F>::UNIT / 8))),
-        ring(shared_address(sums + 8 * NT * ColumnSums::STEP) + threadIdx.x / 32 * MS * RING) {}
+      : stages((uint4*)start), sums((bf16*)(stages + 2 * 8 * NT * (Weight<F>::UNIT / 8))) {
+    const u32 rings = shared_address(sums + (TABLES ? 0 : 8 * NT * ColumnSums::STEP));
+    ring = rings + threadIdx.x / 32 * RING_BYTES;
+    tables = (unsigned char*)start + (-shared_address(start) & (Iq2Tables::BYTES - 1));
+  }
 };
+// Fragments of A and scales of block i of a step, as decode() makes them, but by way of the tables.
+__device__ __forceinline__ void decode_by_tables(
+    const Weight<IQ2_XXS>& w, u32 (&a)[2][4], float (&scale)[2], int i, const Iq2Tables& tables) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint4 q = w.q[r][i / 2];
+    const u32 rest = i & 1 ? q.w : q.y;
+    tables.values(a[r], tables.look_up(i & 1 ? q.z : q.x, rest));
+    scale[r] = Iq2Tables::scale(half_bits(w.d[r]), rest);
+  }
+}
 
 // Sums of 16 weight rows of each of MS matrices, rows base + 16 tile .., with the activation rows that `row_of_column`
 // names. They have the bits of the few rows' kernels: units s, s + S, .. for each s below S and the sums added to zero in
@@ -34,10 +51,10 @@ struct SummedRows : SharedRows<OCTETS>, WithSums {
   }
 };
 
-template <int F, int NT, int MS, int S, class Names>
+template <int F, int NT, int MS, int S, bool TABLES, class Names>
 __device__ __forceinline__ void expert_product(
-    float (&sum)[MS][NT][4], const ExpertMemory<F, NT, MS>& memory, const Planes (&w)[MS], size_t base, int tile, int N,
-    int K, const bf16* x, Names row_of_column, const uint4* grid) {
+    float (&sum)[MS][NT][4], const ExpertMemory<F, NT, MS, TABLES>& memory, const Planes (&w)[MS], size_t base, int tile,
+    int N, int K, const bf16* x, Names row_of_column, const uint4* grid, const Iq2Tables& tables) {
   typedef Weight<F> W;
   constexpr bool HALVES = S == 0, SUMMED = F == Q2_K && HALVES;  // as in the few rows' kernels
   constexpr int OCTETS = W::UNIT / 8, COPIES = 8 * NT * OCTETS / 256, RUNS = HALVES ? 2 : S;
@@ -47,7 +64,7 @@ __device__ __forceinline__ void expert_product(
     return HALVES ? Run{base, tile, N, K, i ? half : 0, 1, i ? units : half} : Run{base, tile, N, K, i, S, units};
   };
   int opened = 0;
-  Stream<W, MS, HALVES ? 1 : S, MS * RING> stream(memory.ring);
+  Stream<W, MS, HALVES ? 1 : S, ExpertMemory<F, NT, MS, TABLES>::RING_BYTES> stream(memory.ring);
   auto open = [&] {
     if (opened == RUNS) return false;
     stream.open(w, run_of(opened++));
@@ -95,7 +112,12 @@ __device__ __forceinline__ void expert_product(
         u32 a[MS][2][4];
         float scale[MS][2];
 #pragma unroll
-        for (int m = 0; m < MS; m++) now[m].decode(a[m], scale[m], i, t, grid);
+        for (int m = 0; m < MS; m++) {
+          if constexpr (TABLES)
+            decode_by_tables(now[m], a[m], scale[m], i, tables);
+          else
+            now[m].decode(a[m], scale[m], i, t, grid);
+        }
         block_products<W>(acc, a, scale, columns, i);
       }
     } else {

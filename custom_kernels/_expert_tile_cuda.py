@@ -17,20 +17,28 @@ import mlx.core as mx
 
 from ._kernel import Kernel, float_bits
 from ._octet import FORMAT_IDS, ceil_div
-from ._quant_cuda import GATE_UP_SPLIT, RING, planes_of
+from ._quant_cuda import GATE_UP_SPLIT, IQ2_TABLES, RING, planes_of
 from ._quant_tile_cuda import HEADER as TILE_HEADER
 
-HEADER = TILE_HEADER + (Path(__file__).parent / "_expert_tile.h").read_text()
+HEADER = TILE_HEADER + IQ2_TABLES + (Path(__file__).parent / "_expert_tile.h").read_text()
 
 _WARPS = 8
 _TILES, _FEW_TILES = 6, 2  # of 8 pairs; where a block may have 99 KB only
+_TABLES = ("expert_swiglu_many_mma",)  # kernels with room for those of IQ2_XXS,
+_TABLES_END = 128 << 10  # which lie at a multiple of 64 KB, behind all else
 
 _START = """
     using namespace ds4;
     const int expert = blockIdx.y, begin = start[expert], end = start[expert + 1];
     if (begin == end) return;
-    __shared__ uint4 grid_s[F == IQ2_XXS ? 256 : 1];
-    if (F == IQ2_XXS) {
+    __shared__ uint4 grid_s[F == IQ2_XXS && !TABLES ? 256 : 1];
+    const ExpertMemory<F, NT, MATRICES, TABLES> memory(dynamic_shared());
+    Iq2Tables tables(memory.tables);
+    if (TABLES) {
+      Iq2Tables::Words().stage(memory.tables);
+      __syncthreads();
+      tables.begin();
+    } else if (F == IQ2_XXS) {
       stage_grid(grid_s);
       __syncthreads();
     }
@@ -43,7 +51,6 @@ _GATE_UP_SOURCE = (
 """
     + _START
     + """
-    const ExpertMemory<F, NT, 2> memory(dynamic_shared());
     const Planes w[2] = {
         {(const unsigned char*)codes1, (const unsigned char*)scales1, (const unsigned char*)supers1},
         {(const unsigned char*)codes3, (const unsigned char*)scales3, (const unsigned char*)supers3}};
@@ -52,9 +59,9 @@ _GATE_UP_SOURCE = (
     for (int at = begin; at < end; at += 8 * NT) {
       const int count = min(8 * NT, end - at);
       float sum[2][NT][4];
-      expert_product<F, NT, 2, S>(
+      expert_product<F, NT, 2, S, TABLES>(
           sum, memory, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
-          [&](int column) { return (size_t)(order[at + min(column, count - 1)] / SLOTS); }, grid_s);
+          [&](int column) { return (size_t)(order[at + min(column, count - 1)] / SLOTS); }, grid_s, tables);
 #pragma unroll
       for (int i = 0; i < NT; i++)
 #pragma unroll
@@ -76,15 +83,14 @@ _DOWN_SOURCE = (
 """
     + _START
     + """
-    const ExpertMemory<F, NT, 1> memory(dynamic_shared());
     const Planes w[1] = {{(const unsigned char*)codes, (const unsigned char*)scales, (const unsigned char*)supers}};
     const int K = x_shape[1], N = codes_shape[1];
     for (int at = begin; at < end; at += 8 * NT) {
       const int count = min(8 * NT, end - at);
       float sum[1][NT][4];
-      expert_product<F, NT, 1, 0>(
+      expert_product<F, NT, 1, 0, TABLES>(
           sum, memory, w, (size_t)expert * N, tile, N, K, (const bf16*)x,
-          [&](int column) { return (size_t)order[at + min(column, count - 1)]; }, grid_s);
+          [&](int column) { return (size_t)order[at + min(column, count - 1)]; }, grid_s, tables);
 #pragma unroll
       for (int i = 0; i < NT; i++)
 #pragma unroll
@@ -98,7 +104,8 @@ _DOWN_SOURCE = (
 
 
 def _kernel(name: str, inputs: list[str], source: str, matrices: int, tiles: int, blocks: int) -> Kernel:
-    limits = {"shared_memory": _bytes(matrices, tiles), "cuda_bounds": (32 * _WARPS, blocks)}
+    room = max(_bytes(matrices, tiles), _TABLES_END * (name in _TABLES))
+    limits = {"shared_memory": room, "cuda_bounds": (32 * _WARPS, blocks)}
     text = {"cuda_source": source, "cuda_header": HEADER}
     return Kernel(name, inputs, ["y"], None, **text, **limits, exact=False, family="expert_matmul")
 
@@ -129,6 +136,8 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -
             ("S", GATE_UP_SPLIT),
             ("SLOTS", slots),
             ("NT", tiles),
+            ("MATRICES", 2),
+            ("TABLES", format == "IQ2_XXS" and kernel.name in _TABLES),
             ("LIMIT_BITS", float_bits(limit)),
         ],
         (E, F),
@@ -142,7 +151,7 @@ def down(a, format, planes, order, starts) -> mx.array:
     return _launch(
         _down,
         [a.reshape(-1, a.shape[-1]), *planes_of(planes), order, starts],
-        [("F", FORMAT_IDS[format]), ("NT", _TILES)],
+        [("F", FORMAT_IDS[format]), ("NT", _TILES), ("MATRICES", 1), ("TABLES", False)],
         (E, C),
         (*a.shape[:2], C),
     )

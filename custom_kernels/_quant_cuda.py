@@ -53,7 +53,9 @@ HEADER = (
     + (Path(__file__).parent / "_quant_mma.h").read_text()
     + (Path(__file__).parent / "_quant_ring.h").read_text()
 )
-FEW_HEADER = HEADER + "".join((Path(__file__).parent / f"_few_{part}.h").read_text() for part in ("mma", "iq2"))
+IQ2_TABLES = (Path(__file__).parent / "_iq2_tables.h").read_text()
+_FEW = [(Path(__file__).parent / f"_few_{part}.h").read_text() for part in ("mma", "iq2")]
+FEW_HEADER = HEADER + IQ2_TABLES + "".join(_FEW)
 
 _PROLOGUE = """
     using namespace ds4;
