@@ -22,7 +22,8 @@ from .module import Module
 from .norm import RMSNorm
 from .step import Step, as_array
 
-# From this many new rows on, layers are evaluated one by one, so that only one layer's arrays live at a time.
+# From this many new rows on, layers are evaluated one by one, so that only one layer's arrays live at a time; on CUDA,
+# whose devices would wait for the host at each end of a layer, two layers' arrays.
 _EAGER_ROWS = 32
 
 
@@ -160,12 +161,16 @@ class Model(Module):
         records: dict[int, mx.array],
     ) -> tuple[mx.array, mx.array]:
         """Layers first .. end - 1; `records` hold the table rows of Engram layers."""
+        ahead, before = backend() == "cuda", []
         for index in range(first, end):
             step.layer = index
             with together():
                 h, pre = self.layers[index](h, pre, step, caches[index], records.get(index))
             if step.length >= _EAGER_ROWS:
-                mx.eval(h, pre, caches[index].state)
+                made = [h, pre, caches[index].state]
+                mx.async_eval(made)
+                mx.eval(before if ahead else made)
+                before = made
         return h, pre
 
     def _run_cut(
