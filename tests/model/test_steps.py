@@ -9,6 +9,7 @@ import pytest
 from mlx_ds4.cache import RECENT, REWIND, GrowingRows
 from mlx_ds4.custom_kernels._rows import gather
 from mlx_ds4.loader import load_model
+from mlx_ds4.model import model as model_file
 from tests.golden_tools import GOLDEN, golden, manifest
 
 
@@ -40,6 +41,23 @@ def run(model, tokens, sizes, cache=None):
         parts.append(model(mx.array([tokens[start : start + size]]), cache)[0])
         start += size
     return mx.concatenate(parts), cache
+
+
+def test_the_host_a_layer_ahead(nano, sequence, monkeypatch):
+    """As on CUDA: behind the first layer nothing is waited for; the same logits and state."""
+    monkeypatch.setattr(nano, "compiled", False)
+    monkeypatch.setattr(model_file, "_EAGER_ROWS", 9)
+    waits, evaluate = [], mx.eval
+    monkeypatch.setattr(model_file.mx, "eval", lambda *made: waits.append(made[0]) or evaluate(*made))
+    results = []
+    for name, first in (("cuda", 0), ("metal", 3)):  # arrays of a layer
+        monkeypatch.setattr(model_file, "backend", lambda name=name: name)
+        del waits[:]
+        results.append(run(nano, sequence, [27]))
+        layers = [len(made) for made in waits if isinstance(made, list)][: nano.config.num_hidden_layers]
+        assert layers == [first] + [3] * (len(layers) - 1) and len(layers) > 1
+    np.testing.assert_array_equal(*(np.array(logits) for logits, _ in results))
+    assert_same_state(results[0][1], results[1][1])
 
 
 def snapshot(cache):
