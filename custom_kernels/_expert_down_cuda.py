@@ -11,7 +11,7 @@ DOWN_FEW_SOURCE = (
     // tiles of 16 output rows for each of its S warps, the whole width in one warp, whose ring runs on through them.
     // Or, SHARED == 2, a part of the shared expert's matrix, where the warps take the width in turn. y: each pair's
     // outputs, rounded, then the shared expert's of each row. Sums are those of two halves of the width, and of the SS
-    // warps that would share the shared matrix.
+    // warps that would share the shared matrix. Minima of Q2_K multiply sums of columns, which a block makes first.
 """
     + PAIRS
     + FIRSTS

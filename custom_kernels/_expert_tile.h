@@ -10,6 +10,7 @@ namespace ds4 {
 template <int F, int NT, int MS, bool TABLES>
 struct ExpertMemory {
   static constexpr int RING_BYTES = TABLES ? 2 * MS * Slot<Weight<IQ2_XXS>>::BYTES : MS * RING;
+  static_assert(!TABLES || 2 * 8 * NT * 256 + 8 * RING_BYTES <= Iq2Tables::BYTES - 4096, "in front of the tables");
   uint4* stages;
   bf16* sums;
   u32 ring;

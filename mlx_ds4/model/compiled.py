@@ -46,6 +46,7 @@ class CompiledSteps:
         self._model = model
         self._graphs: dict[tuple, Callable] = {}
         self._held: dict[int, _Held] = {}  # for each part
+        self._parts: list[tuple[int, int]] = []
 
     @together()  # CUDA kernels of graphs that are traced now compile side by side
     def __call__(
@@ -59,14 +60,15 @@ class CompiledSteps:
         sent = made_there and not sampled and tokens.shape[0] == 1 and tokens.shape[1] > 2
         ids = model.checked_ids(tokens) if sent or not (hashed or sampled) else None
         step = Step(model.config, cache.offset, tokens.shape[1], places=cache.places())
-        shape, layout = step.shape, step.layout(sent)
+        shape = step.shape
         if made_there:
             values = in_pairs(step.numbers + (ids[0].tolist() if sent else []))
         else:
-            values = [step.packed(layout)]
+            values = [step.packed(step.layout())]
         state, arrays, published, outputs, taps = values if sent else [as_array(tokens), *values], {}, {}, [], []
         mapped = read = None
-        for part, (first, end) in enumerate(parts := _parts(model)):
+        self._parts = parts = self._parts or _parts(model)
+        for part, (first, end) in enumerate(parts):
             if part > 0:
                 self._forget_if_changed(part)
             if part == 1 and hashed:
@@ -75,6 +77,7 @@ class CompiledSteps:
             key = (part, shape, ends and last_only, made_there, sent)
             if key not in self._graphs:
                 self._hold(part, parts)
+                layout = step.layout(sent)
                 self._graphs[key] = mx.compile(self._part(parts, part, shape, layout, last_only, made_there, sent))
             inputs = [layer.inputs for layer in cache[first:end]]
             # Records of a later layer are read from disk while the device works on the layers before it.
@@ -144,6 +147,7 @@ class CompiledSteps:
         gone = [other for other in self._held if part in (0, other)]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
         self._held = {other: held for other, held in self._held.items() if other not in gone}
+        self._parts = []
 
 
 class _Held:
