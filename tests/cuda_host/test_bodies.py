@@ -330,9 +330,16 @@ def test_tiles_of_one_block(on_cpu, monkeypatch, format):
     assert compare(want, expert_matmul.expert_down_ref(a, (format, planes), chosen, None), 2e-3)[0] is None
     monkeypatch.setattr(_quant_cuda, "SMS", 1)
     grid = 4096 * (format == "IQ2_XXS")
-    for held in (_quant_cuda._DOWN_HELD, 2 * 1600 + grid, 16 + grid):
+    for held in (_quant_cuda._DOWN_HELD, 2 * 1900 + grid, 304 + grid):  # the last: for sums of Q2_K alone
         monkeypatch.setattr(_quant_cuda, "_DOWN_HELD", held)
         assert mx.array_equal(run(lambda: _quant_cuda.down_few(a, format, planes, chosen, None)), want)
+
+
+def test_sums_of_a_row_find_room():
+    """Otherwise another text takes over: the sums of a row of Q2_K are 96 bytes for 256 columns."""
+    for width, fits in ((768, True), (38656, True), (39168, False)):
+        a = mx.zeros((1, 2, width), dtype=mx.bfloat16)
+        assert _quant_cuda.takes_down(a, "Q2_K") == fits and _quant_cuda.takes_down(a, "Q8_0")
 
 
 @pytest.mark.parametrize("formats", [("Q8_0", "Q8_0", "F32"), ("IQ2_XXS", "MXFP4", "Q8_0"), ("FP8", "FP8", "F16")])
