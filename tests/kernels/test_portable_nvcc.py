@@ -6,6 +6,7 @@ import functools
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,7 @@ from mlx_ds4.custom_kernels import (
     _expert_tile_cuda,
     _hyper_cuda,
     _index_topk_cuda,
+    _kernel,
     _quant_cuda,
     _quant_group_cuda,
     _quant_tile_cuda,
@@ -251,7 +253,9 @@ def bodies_for_cuda_alone() -> None:
             for given in (None, counts):
                 _expand_cuda.experts(a, (format, down), chosen, last, wide, mix, given)
             _quant_cuda.gate_up_few(x, format, up, up, chosen, weights, 10.0)
-            _expert_tile_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, *plan)
+            for room in (227 << 10, 99 << 10):  # a card whose blocks have less takes fewer pairs at a time
+                with mock.patch.object(_kernel, "block_bytes", lambda room=room: room):
+                    _expert_tile_cuda.gate_up(x, format, up, up, chosen, weights, 10.0, *plan)
             for shared in (None, x, last):
                 _quant_cuda.down_few(a, format, down, chosen, shared)
             _expert_tile_cuda.down(a, format, down, *plan)
@@ -303,7 +307,11 @@ def test_every_body_for_cuda_alone(tmp_path, monkeypatch):
     heads = (own, few, _quant_group_cuda.HEADER, _expand_cuda.HEADER, tile, expert_tile, _hyper_cuda.HEADER)
     heads += ("#include <cuda_bf16.h>\n", _tiles_cuda.HEADER, own + _dense_few_cuda.HEADER, None)
     texts = [MLX, _quant_group_cuda.HEADER, _expand_cuda.HEADER.removeprefix(own), tile.removeprefix(own)]
-    texts += [expert_tile.removeprefix(tile), _hyper_cuda.HEADER, _tiles_cuda.HEADER.removeprefix(_tiles_cuda.PTX)]
+    texts += [
+        expert_tile.removeprefix(tile + _quant_cuda.IQ2_TABLES),
+        _hyper_cuda.HEADER,
+        _tiles_cuda.HEADER.removeprefix(_tiles_cuda.PTX),
+    ]
     texts.append(_dense_few_cuda.HEADER)
     # These have Metal's names, and two of them the functions of the coefficients, each in a namespace of its own here.
     finishing = [module._HEADER.removeprefix(_quant_group_cuda.HEADER) for module in (_shared_routed_cuda, _enter_cuda)]
