@@ -22,6 +22,7 @@ struct ExpertMemory {
     tables = (unsigned char*)start + (-shared_address(start) & (Iq2Tables::BYTES - 1));
   }
 };
+
 // Fragments of A and scales of block i of a step, as decode() makes them, but by way of the tables.
 __device__ __forceinline__ void decode_by_tables(
     const Weight<IQ2_XXS>& w, u32 (&a)[2][4], float (&scale)[2], int i, const Iq2Tables& tables) {
@@ -34,9 +35,6 @@ __device__ __forceinline__ void decode_by_tables(
   }
 }
 
-// Sums of 16 weight rows of each of MS matrices, rows base + 16 tile .., with the activation rows that `row_of_column`
-// names. They have the bits of the few rows' kernels: units s, s + S, .. for each s below S and the sums added to zero in
-// turn; S = 0: units below the middle, then the rest, both sums added.
 // Octets of the columns in shared memory, without their sums and with them.
 template <int OCTETS>
 struct PlainRows : SharedRows<OCTETS> {
@@ -52,6 +50,9 @@ struct SummedRows : SharedRows<OCTETS>, WithSums {
   }
 };
 
+// Sums of 16 weight rows of each of MS matrices, rows base + 16 tile .., with the activation rows that `row_of_column`
+// names. They have the bits of the few rows' kernels: units s, s + S, .. for each s below S and the sums added to zero in
+// turn; S = 0: units below the middle, then the rest, both sums added.
 template <int F, int NT, int MS, int S, bool TABLES, class Names>
 __device__ __forceinline__ void expert_product(
     float (&sum)[MS][NT][4], const ExpertMemory<F, NT, MS, TABLES>& memory, const Planes (&w)[MS], size_t base, int tile,
@@ -101,7 +102,8 @@ __device__ __forceinline__ void expert_product(
     wait_for_copies();  // sent a step ago at the latest
     __syncthreads();
     W now[MS];
-    stream.take(now, w, run_of(0), unit);
+#pragma unroll
+    for (int m = 0; m < MS; m++) stream.load(now[m], m, stream.scales_of_lane(w, run_of(0), m, unit), unit);
     if (step + 1 < units) copy(step + 1, next);
     __syncwarp();
     stream.send(open);

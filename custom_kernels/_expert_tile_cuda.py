@@ -22,8 +22,7 @@ HEADER = TILE_HEADER + IQ2_TABLES + (Path(__file__).parent / "_expert_tile.h").r
 
 _WARPS = 8
 _TILES, _FEW_TILES = 6, 2  # of 8 pairs; where a block may have 99 KB only
-_TABLES = ("expert_swiglu_many_mma",)  # kernels with room for those of IQ2_XXS,
-_TABLES_END = 128 << 10  # which lie at a multiple of 64 KB, behind all else
+_TABLES_END = 128 << 10  # tables of IQ2_XXS lie at a multiple of 64 KB, behind all else
 
 _START = """
     using namespace ds4;
@@ -101,8 +100,7 @@ _DOWN_SOURCE = (
 )
 
 
-def _kernel(name: str, inputs: list[str], source: str, matrices: int, tiles: int, blocks: int) -> Kernel:
-    room = max(_bytes(matrices, tiles), _TABLES_END * (name in _TABLES))
+def _kernel(name: str, inputs: list[str], source: str, room: int, blocks: int) -> Kernel:
     limits = {"shared_memory": room, "cuda_bounds": (32 * _WARPS, blocks)}
     text = {"cuda_source": source, "cuda_header": HEADER}
     return Kernel(name, inputs, ["y"], None, **text, **limits, exact=False, family="expert_matmul")
@@ -116,9 +114,11 @@ def _bytes(matrices: int, tiles: int) -> int:
 _ONE = ["codes", "scales", "supers"]
 _TWO = [f"{plane}{index}" for index in (1, 3) for plane in _ONE]
 _GATE_UP_INPUTS = ["x", *_TWO, "order", "start", "weights"]
-_gate_up = _kernel("expert_swiglu_many_mma", _GATE_UP_INPUTS, _GATE_UP_SOURCE, 2, _TILES, 1)
-_gate_up_small = _kernel("expert_swiglu_some_mma", _GATE_UP_INPUTS, _GATE_UP_SOURCE, 2, _FEW_TILES, 1)
-_down = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_SOURCE, 1, _TILES, 2)
+_gate_up = _kernel(
+    "expert_swiglu_many_mma", _GATE_UP_INPUTS, _GATE_UP_SOURCE, max(_bytes(2, _TILES), _TABLES_END), blocks=1
+)
+_gate_up_small = _kernel("expert_swiglu_some_mma", _GATE_UP_INPUTS, _GATE_UP_SOURCE, _bytes(2, _FEW_TILES), blocks=1)
+_down = _kernel("expert_down_many_mma", ["x", *_ONE, "order", "start"], _DOWN_SOURCE, _bytes(1, _TILES), blocks=2)
 
 
 def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -> mx.array:
@@ -135,7 +135,7 @@ def gate_up(x, format, gate, up, chosen, weights, limit: float, order, starts) -
             ("SLOTS", slots),
             ("NT", tiles),
             ("MATRICES", 2),
-            ("TABLES", format == "IQ2_XXS" and kernel.name in _TABLES),
+            ("TABLES", format == "IQ2_XXS" and kernel is _gate_up),
             ("LIMIT_BITS", float_bits(limit)),
         ],
         (E, F),

@@ -50,8 +50,7 @@ HEADER = (
     PTX + f"#include <cuda_fp16.h>\n#define DS4_RING {RING}\n"
     f"static __device__ const unsigned int IQ2_WORDS[512] = {{{', '.join(f'{word}u' for word in iq2_words())}}};\n"
     + "".join(f"#define DS4_{name} {number}\n" for name, number in FORMAT_IDS.items())
-    + (Path(__file__).parent / "_quant_mma.h").read_text()
-    + (Path(__file__).parent / "_quant_ring.h").read_text()
+    + "".join((Path(__file__).parent / f"_quant_{part}.h").read_text() for part in ("mma", "formats", "ring"))
 )
 IQ2_TABLES = (Path(__file__).parent / "_iq2_tables.h").read_text()
 _FEW = [(Path(__file__).parent / f"_few_{part}.h").read_text() for part in ("mma", "iq2")]

@@ -1,6 +1,6 @@
 // How a warp reads weights ahead: steps of 16 rows are copied into a ring in shared memory, which takes no registers,
-// waits in turn, and goes on from one run of steps to the next; behind `_quant_mma.h`. (Reads into registers shared so
-// few scoreboards that a warp waited for the newest of them, and left room for few warps: docs/log.md.)
+// waits in turn, and goes on from one run of steps to the next; behind `_quant_formats.h`. (Reads into registers shared
+// so few scoreboards that a warp waited for the newest of them, and left room for few warps: docs/log.md.)
 //
 // A step lies in a slot as 16 rows of codes of each matrix, then of scales, then of supers. In the codes, the 32 bytes
 // that lanes of four rows read at a time are moved so that they lie in different banks. Of Q2_K it lies as 16 rows of
@@ -266,27 +266,27 @@ struct Stream {
 #pragma unroll 1
     for (int d = 0; d < D; d++) send(next);
   }
-  // The weights of the step in the slot that is filled next.
-  __device__ __forceinline__ void take(W (&now)[MS], const Planes (&w)[MS], const Run& run, int unit) const {
+  // Where the lane's scales of matrix m lie among those of a unit.
+  static __device__ __forceinline__ u32 scales_of_lane(const Planes (&w)[MS], const Run& run, int m, int unit) {
     const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
-#pragma unroll
-    for (int m = 0; m < MS; m++) {
-      const int half = (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1;
-      const u32 slot = ring + at, scales = slot + Slot<W>::scales_at(m, MS) + InRing<W>::scales_of_lane(half);
-      now[m].load(InRing<W>(slot + Slot<W>::codes_at(m), scales, slot + Slot<W>::supers_at(m, MS)), unit);
-    }
+    return InRing<W>::scales_of_lane((phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1);
+  }
+  // The weights of matrix m of that unit, in the slot that is filled next.
+  __device__ __forceinline__ void load(W& to, int m, u32 of_scales, int unit) const {
+    const u32 slot = ring + at;
+    const InRing<W> from(
+        slot + Slot<W>::codes_at(m), slot + Slot<W>::scales_at(m, MS) + of_scales, slot + Slot<W>::supers_at(m, MS));
+    to.load(from, unit);
   }
   // The steps of the run that is next in the ring: read(unit) before the wait, multiply(weights, is it the last).
   template <class Next, class Read, class Multiply>
   __device__ __forceinline__ void multiply_run(
       const Planes (&w)[MS], const Run& run, Next next, Read read, Multiply multiply) {
     constexpr bool EARLY = D < 3;  // a short ring: the slot is filled anew before its weights, in registers, are used
-    const int phase = run.K / 256 & 1 ? (int)run.base + ((threadIdx.x & 31) >> 2) : 0;
-    auto half_of = [&](int m, int unit) { return (phase + unit / 2 + ((size_t)w[m].scales >> 1)) & 1; };
     u32 of_scales[MS];
 #pragma unroll
     for (int m = 0; m < MS; m++)
-      if (Halves::SAME_HALF) of_scales[m] = opaque(InRing<W>::scales_of_lane(half_of(m, run.first)));
+      if (Halves::SAME_HALF) of_scales[m] = opaque(scales_of_lane(w, run, m, run.first));
     W now[MS];
 #pragma unroll 1
     for (int unit = run.first; unit < run.end; unit += run.step) {
@@ -295,12 +295,8 @@ struct Stream {
       __syncwarp();
 #pragma unroll
       for (int m = 0; m < MS; m++) {
-        if (!Halves::SAME_HALF) of_scales[m] = InRing<W>::scales_of_lane(half_of(m, unit));
-        const u32 slot = ring + at;
-        const InRing<W> from(
-            slot + Slot<W>::codes_at(m), slot + Slot<W>::scales_at(m, MS) + of_scales[m],
-            slot + Slot<W>::supers_at(m, MS));
-        now[m].load(from, unit);
+        if (!Halves::SAME_HALF) of_scales[m] = scales_of_lane(w, run, m, unit);
+        load(now[m], m, of_scales[m], unit);
       }
       if (EARLY) {
         __syncwarp();

@@ -1,4 +1,4 @@
-// Many rows: a block of 8 warps multiplies 128 weight rows by 128 activation rows; behind `_quant_mma.h`.
+// Many rows: a block of 8 warps multiplies 128 weight rows by 128 activation rows; behind `_quant_formats.h`.
 //
 // Each warp decodes 16 of the weight rows, a step (unit) ahead, to fragments in shared memory, where each serves two
 // warps of 64 activation rows; these are copied there while the unit before is multiplied. A warp multiplies 32 by 64.
